@@ -213,7 +213,7 @@ fn on_a_small_disk(folder: &Folder, dir: &Path, bytes: u64) -> Option<Run> {
         skip(Need::Root, errors(&child.wait_with_output().unwrap()));
         return None;
     }
-    let run = Run { child, api };
+    let run = Run::of(child, api);
     run.wait("the guest writing", |s| s["vm"]["guest"]["writes"].as_u64() > Some(1000));
     Some(run)
 }

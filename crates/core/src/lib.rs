@@ -3,7 +3,7 @@
 //! | part | content |
 //! |---|---|
 //! | addresses | [`Gpa`], [`PageIndex`], [`PageRun`], [`RegionId`]: distinct types, because confusing them would lose pages |
-//! | memory | [`Layout`] of regions, [`PageSet`], [`Window`] onto live bytes, [`PageDigest`] |
+//! | memory | [`Layout`] of regions, [`PageSet`], [`Window`] onto live bytes, [`PageDigest`], [`SharedRegion`] for another process of this host |
 //! | machine | [`MachineConfig`], and the [`Section`]s of device state |
 //! | VMM | [`Migratable`], [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`DemandPaging`], [`FreePages`]: the traits that a VMM implements |
 //!
@@ -62,6 +62,7 @@ mod digest;
 mod fold;
 mod free;
 mod layout;
+mod local;
 mod machine;
 mod paging;
 mod set;
@@ -76,6 +77,7 @@ pub use branch::{BranchMemory, BranchRegion, RetiredMemory};
 pub use digest::{PageDigest, ZERO_PAGE};
 pub use free::{Answer, AnswerMode, FreePages, FreeReport};
 pub use layout::{Layout, LayoutError, MAX_PAGES, MAX_REGIONS, Region};
+pub use local::SharedRegion;
 pub use machine::{MachineConfig, Section};
 pub use paging::{DemandPaging, Fault, Placed};
 pub use set::PageSet;

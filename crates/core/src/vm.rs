@@ -22,8 +22,8 @@
 
 use crate::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun,
-    RegionId, RetiredMemory, Section, StateReader, StateWriter, StreamName, TrackerKind, Window,
-    WriteProtection,
+    RegionId, RetiredMemory, Section, SharedRegion, StateReader, StateWriter, StreamName, TrackerKind,
+    Window, WriteProtection,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -288,6 +288,23 @@ pub trait SourceVm: Migratable {
         None
     }
 
+    /// Returns the guest's memory as files that a process on this host can map, for a handoff to
+    /// that process. The memory is not copied: from the commit on, the target owns it, as it owns
+    /// the guest.
+    ///
+    /// All regions of [the layout](GuestMemory::layout) must be returned, each once. The mappings
+    /// of this VM stay until it is dropped, so that the guest can stay if the handoff fails. After
+    /// the engine has reported that the guest has moved, no thread of the VMM may write guest
+    /// memory, and dropping the VM must not discard the content of the files (`madvise` with
+    /// `MADV_REMOVE`, `fallocate` with `FALLOC_FL_PUNCH_HOLE`).
+    ///
+    /// # Errors
+    /// If another process cannot map the memory. The error should say why, and how to start a guest
+    /// whose memory can be handed over. The default returns an error.
+    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+        Err(VmError::new("this VM does not share its memory with other processes; move the guest by precopy"))
+    }
+
     /// Throttles the vCPUs, so that the guest dirties fewer pages.
     ///
     /// `shares[i]` is the share of the time, from 0 to 1, for which vCPU `i` must not run. The last
@@ -490,6 +507,28 @@ pub trait TargetVm: Migratable {
     fn prepare(&mut self, trial: &[Section]) -> Result<(), VmError> {
         let _ = trial;
         Ok(())
+    }
+
+    /// Replaces the memory of this VM by that of the source's guest, which the source has
+    /// [shared](SourceVm::share_memory). The engine calls this method at most once, before
+    /// [`load`](Self::load), for a handoff inside one host. No page is sent in that case.
+    ///
+    /// The guest runs on the source during this call. Therefore the VM only maps the memory, and
+    /// must not write it before [`start`](Self::start). Exception: `load` may make the writes by
+    /// which the kernel restores device state, if the source can resume the guest after them. The
+    /// engine has checked that `regions` are those of the layout, and that no file is shorter or
+    /// can be shrunk. Another process can still write the memory and discard pages.
+    ///
+    /// The addresses at which the VM, its devices and the kernel know the memory must stay valid. A
+    /// VM whose memory is one mapping for each region can map each file over that mapping
+    /// (`MAP_FIXED`, mmap(2)): KVM notices the new mapping.
+    ///
+    /// # Errors
+    /// If the memory cannot be mapped. The guest stays on the source, where it was not stopped. The
+    /// default returns an error.
+    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+        let _ = regions;
+        Err(VmError::new("this VM does not map the memory of another process; move the guest by precopy"))
     }
 
     /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped.

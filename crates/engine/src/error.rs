@@ -121,6 +121,14 @@ pub enum MigrateError {
     /// The guest can be moved or saved once all of them have arrived.
     #[error("pages of this guest still arrive from its source or file: wait until all have arrived")]
     StillArriving,
+    /// The target does not take over the memory of the guest.
+    #[error("the guest cannot be handed to {uri} without copying its memory: {why}")]
+    NotLocal {
+        /// Address of the target.
+        uri: String,
+        /// The reason.
+        why: String,
+    },
     /// The settings are contradictory or out of range.
     #[error("{0}")]
     Settings(String),

@@ -61,6 +61,7 @@ mod demand;
 mod error;
 mod free;
 mod handle;
+mod handoff;
 mod heartbeat;
 #[cfg(feature = "hostile")]
 pub mod hostile;
@@ -129,8 +130,8 @@ pub use vmferry_codec::Level as ZstdLevel;
 pub use vmferry_core::{
     Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport,
     GuestMemory, MachineConfig, Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures,
-    ReaperState, RetiredMemory, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter,
-    StreamName, TargetVm, TrackerKind, VcpuRing, VmError, WriteProtection,
+    ReaperState, RetiredMemory, RingFigures, RunState, Section, SharedRegion, SourceVm, StateReader,
+    StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError, WriteProtection,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 

@@ -46,7 +46,8 @@ pub struct Report {
     /// runs, or until the source resumed the guest. Verification is not included.
     pub downtime_ms: f64,
     /// Time from the start of the migration to the first page, in ms. In postcopy mode, this
-    /// includes the switchover, because no page is sent before it.
+    /// includes the switchover, because no page is sent before it. In a handoff inside one host, in
+    /// which no page is sent, this is the time to the pause.
     pub setup_ms: f64,
     /// Time that the tracker needed to start to track dirty pages, in ms. Part of
     /// [`setup_ms`](Self::setup_ms). `None` if no tracker was started.

@@ -1,5 +1,6 @@
 //! Errors of a process guest.
 
+use vmferry_core::RegionId;
 use vmferry_guest_abi::{LayoutError, WorkloadError};
 
 /// Error of a process guest. Where the operator can do something about it, the message says so.
@@ -19,6 +20,18 @@ pub enum Error {
         /// Error of the system call.
         source: std::io::Error,
     },
+    /// The guest's memory is anonymous.
+    #[error("the guest's memory is anonymous, so that no other process can map it; run the guest on a memfd")]
+    NotShared,
+    /// The memory of another process does not contain this region.
+    #[error("the memory of the other process does not fit: {0} is missing, or has another length")]
+    OtherMemory(RegionId),
+    /// The guest's memory is shared with a branch, so that no other process can take it.
+    #[error("the guest's memory is shared with a branch; move the guest by precopy")]
+    Branched,
+    /// The memory of another process cannot be mapped.
+    #[error(transparent)]
+    Take(#[from] vmferry_dirty::TrackerError),
     /// The guest's memory cannot be allocated before it is used.
     #[error(transparent)]
     Populate(#[from] vmferry_dirty::PopulateError),

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, RunState};
+use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, RunState, SharedRegion};
 use vmferry_engine::{GuestMemory, Section};
 use vmferry_fault::PagingSlot;
 use vmferry_guest_abi::{
@@ -230,6 +230,20 @@ impl ProcessGuest {
         let workers = saved.workers.iter().zip(0..).map(restore).collect();
         self.furnish(saved.workload, (ram, saved.heap), Clock::restore(saved.clock), workers);
         Ok(())
+    }
+
+    /// Replaces the empty memory by that of a guest in another process, which has the same layout.
+    ///
+    /// # Errors
+    /// Returns an error if a guest is loaded, or if the memory cannot be mapped.
+    pub(crate) fn take_shared(&mut self, regions: Vec<SharedRegion>) -> Result<(), Error> {
+        if self.running.is_some() {
+            return Err(Error::WrongState {
+                what: "take a guest's memory",
+                why: "a guest is loaded already",
+            });
+        }
+        self.memory.take(&regions)
     }
 
     /// Returns the reader of the heap's free pages, or `None` if the guest has no heap.

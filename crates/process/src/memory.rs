@@ -8,10 +8,12 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{BranchMemory, BranchRegion, Layout, PageRun, Region, RegionId, RetiredMemory, Window};
+use vmferry_core::{
+    BranchMemory, BranchRegion, Layout, PageRun, Region, RegionId, RetiredMemory, SharedRegion, Window,
+};
 use vmferry_dirty::{
     Backing, MappedRegion, Prealloc, TrackerError, adopt, available_memory, branch_memory, next_touched,
-    populate, populate_all, touched,
+    populate, populate_all, renew, touched,
 };
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::PagedRegion;
@@ -50,12 +52,17 @@ impl Mapping {
             NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
         let mapping = Self { start, len };
         if options.huge_pages {
-            // SAFETY: advice on our own mapping; it changes no content.
-            if let Err(error) = unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxHugepage) } {
-                tracing::warn!("no transparent huge pages for the guest: {error}");
-            }
+            mapping.advise_huge();
         }
         Ok((mapping, file))
+    }
+
+    fn advise_huge(&self) {
+        // SAFETY: advice on our own mapping; it changes no content.
+        let advised = unsafe { madvise(self.start.as_ptr().cast(), self.len, Advice::LinuxHugepage) };
+        if let Err(error) = advised {
+            tracing::warn!("no transparent huge pages for the guest: {error}");
+        }
     }
 }
 
@@ -72,6 +79,7 @@ pub(crate) struct Memory {
     mapped: MappedMemory,
     /// Regions as they are mapped. Their backing changes when the guest is branched.
     regions: RwLock<Vec<MappedRegion>>,
+    huge_pages: bool,
     prealloc: Prealloc,
     // Last field: dropped after everything that points into the mappings.
     mappings: Vec<Mapping>,
@@ -111,7 +119,8 @@ impl Memory {
                 "guest memory is not allocated in advance, because that needs Linux 5.14 or newer"
             );
         }
-        Ok(Self { mapped, regions: RwLock::new(regions), prealloc: options.prealloc, mappings })
+        let (huge_pages, prealloc) = (options.huge_pages, options.prealloc);
+        Ok(Self { mapped, regions: RwLock::new(regions), huge_pages, prealloc, mappings })
     }
 
     /// Returns the regions in the form that demand paging needs.
@@ -182,6 +191,45 @@ impl Memory {
             retired.push(old);
         }
         Ok(retired)
+    }
+
+    /// Returns the memory as memfds that another process can map.
+    ///
+    /// # Errors
+    /// Returns an error if the memory is anonymous, or shared with a branch.
+    pub(crate) fn shared(&self) -> Result<Vec<SharedRegion>, Error> {
+        let shared = |mapped: &MappedRegion| match &mapped.backing {
+            Backing::Memfd { file, offset } => {
+                let (file, offset) = (Arc::clone(file), *offset);
+                Ok(SharedRegion { region: mapped.id, len: mapped.len, file, offset })
+            }
+            Backing::PrivateFile { .. } => Err(Error::Branched),
+            Backing::Anonymous | Backing::Other => Err(Error::NotShared),
+        };
+        self.regions().iter().map(shared).collect()
+    }
+
+    /// Replaces the memory by that of another process, at the same addresses. The guest of this
+    /// process must not have been loaded.
+    ///
+    /// # Errors
+    /// Returns an error if a file does not fit or cannot be mapped. Each region then has its old or
+    /// its new mapping.
+    pub(crate) fn take(&self, shared: &[SharedRegion]) -> Result<(), Error> {
+        let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
+        for own in regions.iter_mut() {
+            let fits =
+                |from: &&SharedRegion| from.region == own.id && from.len == own.len && from.offset == 0;
+            let from = shared.iter().find(fits).ok_or(Error::OtherMemory(own.id))?;
+            // SAFETY: `mappings` owns the range, no thread of a guest exists that writes it, and
+            // all accesses are through raw addresses or atomics. The engine has checked length and
+            // seals of the file.
+            own.backing = unsafe { renew(own, Arc::clone(&from.file)) }?;
+        }
+        if self.huge_pages {
+            self.mappings.iter().for_each(Mapping::advise_huge);
+        }
+        Ok(())
     }
 
     /// Returns the address of the first byte of the region at `position` of the layout, and its

@@ -6,7 +6,8 @@ use std::time::Duration;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
-    Migratable, RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
+    Migratable, RetiredMemory, RunState, Section, SharedRegion, SourceVm, TargetVm, TrackerKind, VmError,
+    WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -43,6 +44,10 @@ impl SourceVm for ProcessGuest {
             UffdProtection::new(&self.memory.protected_regions(), owner, &options)
         };
         Ok(self.paging.get_or_make_protection(make)?)
+    }
+
+    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+        self.memory.shared().map_err(VmError::new)
     }
 
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
@@ -105,6 +110,10 @@ impl TargetVm for ProcessGuest {
             unsafe { UffdMemory::new(regions, owner, &options) }
         };
         Ok(self.paging.get_or_make(make)?)
+    }
+
+    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+        self.take_shared(regions).map_err(VmError::new)
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

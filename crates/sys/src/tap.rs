@@ -63,6 +63,14 @@ pub enum TapError {
         "'{0}' is not a tap (an interface of another kind, or a tun): make one with: ip tuntap add dev NAME mode tap vnet_hdr"
     )]
     Kind(String),
+    /// A descriptor that another process has passed is not the tap.
+    #[error("the descriptor that was passed for the tap '{name}' is another one: {why}")]
+    Passed {
+        /// Name of the tap.
+        name: String,
+        /// The difference.
+        why: String,
+    },
     /// Another call failed.
     #[error(transparent)]
     Refused(#[from] SysError),
@@ -105,6 +113,27 @@ pub fn open(name: &str) -> Result<OwnedFd, TapError> {
     })?;
     set_offloads(rustix::fd::AsFd::as_fd(&fd), 0)?;
     Ok(fd)
+}
+
+/// Checks that `fd`, which another process has opened, is the tap interface `name`. Its settings
+/// are left as they are, because the other process may still use it.
+///
+/// # Errors
+/// Returns [`TapError::Passed`] if it is not.
+pub fn check(fd: BorrowedFd<'_>, name: &str) -> Result<(), TapError> {
+    let passed = |why: String| TapError::Passed { name: name.to_owned(), why };
+    let mut found = interface("");
+    request("TUNGETIFF", name, || {
+        // SAFETY: the request fills the structure.
+        unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNGETIFF, &raw mut found) }
+    })
+    .map_err(|error| passed(error.to_string()))?;
+    let found: Vec<u8> =
+        found.ifr_name.iter().map(|byte| byte.to_ne_bytes()[0]).take_while(|byte| *byte != 0).collect();
+    if found == name.as_bytes() {
+        return Ok(());
+    }
+    Err(passed(format!("it is {}", String::from_utf8_lossy(&found).escape_debug())))
 }
 
 /// Sets the offloads (`OFFLOAD_*`) that the reader of the tap supports. For these, the kernel

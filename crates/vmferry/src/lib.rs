@@ -112,8 +112,8 @@ pub use vmferry_core::{
     Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport,
     Gpa, GuestMemory, Layout, LayoutError, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex,
     PageRun, PageSet, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, Region, RegionId,
-    RetiredMemory, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm,
-    TrackerKind, VcpuRing, VmError, Window, WriteProtection,
+    RetiredMemory, RingFigures, RunState, Section, SharedRegion, SourceVm, StateReader, StateWriter,
+    StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window, WriteProtection,
 };
 pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, BulkLimit, Bytes, Change, ChannelCounts, ChannelRole,

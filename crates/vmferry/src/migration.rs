@@ -57,6 +57,15 @@ impl Migration {
         self.set(|settings| settings.mode = mode)
     }
 
+    /// Hands the guest to a target on the same host without copying its memory:
+    /// [`MigrationMode::Local`]. The VM must implement [`SourceVm::share_memory`], and the target
+    /// [`TargetVm::take_memory`](vmferry_core::TargetVm::take_memory). The target is reached over a
+    /// Unix socket, and accepts memory only with
+    /// [`Arrival::local_memory`](vmferry_engine::Arrival::local_memory).
+    pub fn handoff(self) -> Self {
+        self.mode(MigrationMode::Local)
+    }
+
     /// Sets the largest acceptable downtime. The source pauses the guest for the switchover once
     /// the predicted downtime is within `limit`. Default: 300 ms.
     pub fn downtime_limit(self, limit: Duration) -> Self {

@@ -8,6 +8,7 @@ use crate::memory::GuestRam;
 use crate::net::{NetStatus, VmNet};
 use crate::stats;
 use crate::vcpu::{Exit, VcpuBoard};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::DirtyRings;
@@ -51,6 +52,13 @@ impl VmHandle {
     #[must_use]
     pub fn nets(&self) -> Vec<NetStatus> {
         self.0.devices.nets().iter().map(VmNet::status).collect()
+    }
+
+    /// Returns the descriptors of the taps of the network interfaces that have one, in order, for a
+    /// process that takes the guest over.
+    #[must_use]
+    pub fn taps(&self) -> Vec<BorrowedFd<'_>> {
+        self.0.devices.nets().iter().filter_map(VmNet::tap).collect()
     }
 
     /// Returns the status of the VM's disks, in order.

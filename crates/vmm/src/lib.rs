@@ -64,7 +64,7 @@ pub use memory::{
 };
 pub use net::NetStatus;
 pub use options::{
-    Backing, Captured, CpuChoice, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, Prealloc,
+    Backing, Captured, CpuChoice, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, OpenTap, Prealloc,
     SerialSink, VmOptions,
 };
 pub use state::StateError;

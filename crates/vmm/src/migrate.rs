@@ -10,7 +10,8 @@ use std::time::Duration;
 use vmferry_dirty::{RingTracker, WpTracker};
 use vmferry_engine::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
-    Migratable, RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
+    Migratable, RetiredMemory, RunState, Section, SharedRegion, SourceVm, TargetVm, TrackerKind, VmError,
+    WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -89,6 +90,10 @@ impl SourceVm for Vm {
         Ok(self.paging().get_or_make_protection(make)?)
     }
 
+    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+        self.ram().shared().map_err(VmError::new)
+    }
+
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
         BalloonFree::new(self.handle().balloon()?).map(|free| Box::new(free) as _)
     }
@@ -148,6 +153,14 @@ impl TargetVm for Vm {
             unsafe { UffdMemory::new(regions, Arc::clone(self.ram()) as _, &options) }
         };
         Ok(self.paging().get_or_make(make)?)
+    }
+
+    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+        self.expect_empty("take a guest's memory").map_err(VmError::new)?;
+        // SAFETY: the VM has no guest, so its vCPUs have not run, and the threads of its devices
+        // are halted until it has one. The engine receives no pages any more. Readers of the
+        // statistics only read.
+        unsafe { self.ram().take(regions) }.map_err(VmError::new)
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

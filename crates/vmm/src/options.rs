@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::memory::HUGE_PAGE_BYTES;
 use std::fmt;
 use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -155,21 +156,43 @@ pub struct NetOptions {
     /// MAC address of the guest, or `None` for a random address. A guest that arrives from a source
     /// keeps its address, unless it is a copy and [`VmOptions::new_macs`] is true.
     pub mac: Option<Mac>,
+    /// Open tap, from a process on this host that hands its guest over. `None` opens the tap.
+    pub open: Option<OpenTap>,
 }
 
 impl NetOptions {
     /// Creates the options of an interface at the tap `tap`, with a random address.
     pub fn new(tap: impl Into<String>) -> Self {
-        Self { tap: Some(tap.into()), mac: None }
+        Self { tap: Some(tap.into()), mac: None, open: None }
     }
 
     /// Creates the options of an interface without a tap, with a random address. The guest has the
     /// interface and sees that its link is down.
     #[must_use]
     pub fn unplugged() -> Self {
-        Self { tap: None, mac: None }
+        Self { tap: None, mac: None, open: None }
     }
 }
+
+/// Tap that another process has opened. Two values are equal if they are the same descriptor.
+#[derive(Debug, Clone)]
+pub struct OpenTap(pub(crate) Arc<OwnedFd>);
+
+impl OpenTap {
+    /// Takes ownership of the descriptor of a tap.
+    #[must_use]
+    pub fn new(fd: OwnedFd) -> Self {
+        Self(Arc::new(fd))
+    }
+}
+
+impl PartialEq for OpenTap {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for OpenTap {}
 
 /// Options of a VM. Create them with [`VmOptions::new`], and then change fields.
 #[derive(Debug, Clone)]

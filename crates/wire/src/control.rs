@@ -2,7 +2,7 @@
 
 use crate::{Fields, MAX_FRAME_PAGES, Refusal, Token, WireError, crc};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use vmferry_core::{MachineConfig, RegionId, Section, StreamName, bounded};
+use vmferry_core::{MAX_REGIONS, MachineConfig, RegionId, Section, StreamName, bounded};
 
 /// Length of the header of a control message in bytes.
 pub const CONTROL_HEADER_BYTES: usize = 16;
@@ -85,6 +85,17 @@ pub struct MissingPages {
 /// Maximum length of the bitmap in [`MissingPages`] in bytes. A bitmap of this length covers 32 GiB
 /// of memory.
 pub const MAX_MISSING_BYTES: usize = 1 << 20;
+
+/// Memory of one region in a descriptor that the source passes to the target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LocalRegion {
+    /// Region of the memory.
+    pub region: RegionId,
+    /// Length of the region in bytes.
+    pub len: u64,
+    /// Position of the first byte of the region in the file, in bytes.
+    pub offset: u64,
+}
 
 /// Figures of demand paging, as the target reports them to the source.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -251,6 +262,19 @@ pub enum ToTarget {
         /// Number of the stream.
         stream: u32,
     },
+    /// The memory of the guest, for a target on the same host. The source sends this message once,
+    /// after [`ToSource::ChannelsUp`] and while the guest runs, and only if the reply to its hello
+    /// has the feature [`FEATURE_LOCAL_MEMORY`](crate::FEATURE_LOCAL_MEMORY). No pages are sent in
+    /// such a migration.
+    ///
+    /// One descriptor of each region is attached to the bytes of the message (`SCM_RIGHTS`,
+    /// unix(7)), in the order of the regions. The target maps the descriptors, and answers with
+    /// [`ToSource::MemoryTaken`]. It does not write the memory before the commit.
+    LocalMemory {
+        /// Regions of the guest, each once. At most [`MAX_REGIONS`].
+        #[serde(deserialize_with = "bounded::list::<_, _, MAX_REGIONS>")]
+        regions: Vec<LocalRegion>,
+    },
 }
 
 impl ToTarget {
@@ -279,6 +303,7 @@ impl ToTarget {
             Self::StreamOpen { .. } => "StreamOpen",
             Self::StreamBytes { .. } => "StreamBytes",
             Self::StreamEnd { .. } => "StreamEnd",
+            Self::LocalMemory { .. } => "LocalMemory",
         }
     }
 }
@@ -379,6 +404,8 @@ pub enum ToSource {
         #[serde(deserialize_with = "bounded::list::<_, _, MAX_UNKNOWN_BYTES>")]
         unknown: Vec<u8>,
     },
+    /// The target has mapped the memory of [`ToTarget::LocalMemory`].
+    MemoryTaken,
 }
 
 impl ToSource {
@@ -403,6 +430,7 @@ impl ToSource {
             Self::WantsTrial => "WantsTrial",
             Self::Prepared => "Prepared",
             Self::UnknownPages { .. } => "UnknownPages",
+            Self::MemoryTaken => "MemoryTaken",
         }
     }
 }
@@ -585,6 +613,14 @@ mod tests {
         let received = |count| ToSource::Received { pass: 0, mismatches: 1, runs: vec![run; count] };
         assert!(back(&received(MAX_NAMED_RUNS)).is_ok());
         assert!(back(&received(MAX_NAMED_RUNS + 1)).is_err());
+    }
+
+    #[test]
+    fn regions_of_local_memory_decode_up_to_their_limit() {
+        let region = LocalRegion { region: RegionId(0), len: 4096, offset: 0 };
+        let memory = |count| ToTarget::LocalMemory { regions: vec![region; count] };
+        assert_eq!(back(&memory(MAX_REGIONS)), Ok(memory(MAX_REGIONS)));
+        assert!(back(&memory(MAX_REGIONS + 1)).is_err());
     }
 
     #[test]

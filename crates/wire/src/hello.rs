@@ -28,6 +28,11 @@ pub const FEATURE_SEGMENTS: u64 = 64;
 /// [hashes](crate::Encoding::Hash). A source offers the bit on every channel. A target that has
 /// known pages sets the bit in its reply on the control channel.
 pub const FEATURE_KNOWN_PAGES: u64 = 128;
+/// Feature bit: the target takes over the memory of a source on the same host, and understands
+/// [`ToTarget::LocalMemory`](crate::ToTarget::LocalMemory). A source offers the bit on the control
+/// channel of a local migration only. A target whose VM takes over memory sets the bit in its reply
+/// if the channel is a Unix socket.
+pub const FEATURE_LOCAL_MEMORY: u64 = 256;
 /// Feature bits that this build offers on every channel. The peer may ignore an unknown bit among
 /// the low 32, and must refuse the channel if it does not know one of the high 32.
 pub const FEATURES: u64 = FEATURE_COSTS
@@ -261,8 +266,9 @@ pub fn negotiate(hello: &Hello) -> Result<(u16, u64), RefusalCode> {
     if version < hello.version_min.max(VERSION_MIN) {
         return Err(RefusalCode::Version);
     }
-    // The target accepts CARRIER if the source asks for it, but does not offer it in FEATURES.
-    let known = FEATURES | CARRIER;
+    // The target accepts these two if the source asks for them, but a hello does not offer them on
+    // every channel.
+    let known = FEATURES | CARRIER | FEATURE_LOCAL_MEMORY;
     if hello.features & MUST_UNDERSTAND & !known != 0 {
         return Err(RefusalCode::Feature);
     }
@@ -323,8 +329,10 @@ mod tests {
         assert_eq!(negotiate(&hello()), Ok((VERSION_MAX, 5 & FEATURES)));
         assert_eq!(negotiate(&Hello { version_min: VERSION_MAX + 1, ..hello() }), Err(RefusalCode::Version));
         assert_eq!(negotiate(&Hello { features: 1 << 63, ..hello() }), Err(RefusalCode::Feature));
-        let carrier = Hello { features: CARRIER, ..hello() };
-        assert_eq!(negotiate(&carrier), Ok((VERSION_MAX, CARRIER)));
+        for asked in [CARRIER, FEATURE_LOCAL_MEMORY] {
+            assert_eq!(FEATURES & asked, 0, "it is offered only where it is wanted");
+            assert_eq!(negotiate(&Hello { features: asked, ..hello() }), Ok((VERSION_MAX, asked)));
+        }
     }
 
     #[test]

@@ -48,10 +48,10 @@ pub use carrier::{
     CARRIER, LANE_ROOM, MAX_LANE_ROOM, MAX_LANES, MAX_PIECE_BYTES, PIECE_HEADER_BYTES, Piece, PieceKind,
 };
 pub use control::{
-    CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, MAX_BUCKETS, MAX_CONTROL_BYTES, MAX_DESCRIPTION_BYTES,
-    MAX_LATENCIES, MAX_MISSING_BYTES, MAX_NAMED_RUNS, MAX_SECTIONS, MAX_STATE_BYTES, MAX_STREAM_BYTES,
-    MAX_STREAMS, MAX_UNKNOWN_BYTES, MissingPages, Mode, PagingFigures, RegionPage, RegionRun, ToSource,
-    ToTarget, decode_control, encode_control,
+    CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LocalRegion, MAX_BUCKETS, MAX_CONTROL_BYTES,
+    MAX_DESCRIPTION_BYTES, MAX_LATENCIES, MAX_MISSING_BYTES, MAX_NAMED_RUNS, MAX_SECTIONS, MAX_STATE_BYTES,
+    MAX_STREAM_BYTES, MAX_STREAMS, MAX_UNKNOWN_BYTES, MissingPages, Mode, PagingFigures, RegionPage,
+    RegionRun, ToSource, ToTarget, decode_control, encode_control,
 };
 pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
 pub use frame::{
@@ -60,9 +60,9 @@ pub use frame::{
     TableWriter,
 };
 pub use hello::{
-    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_KNOWN_PAGES, FEATURE_PAUSED, FEATURE_SEGMENTS,
-    FEATURE_STREAMS, FEATURE_TOUCHED, FEATURE_TRIAL, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId,
-    Role, Token, VERSION_MAX, VERSION_MIN, arbiter_digest, negotiate,
+    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_KNOWN_PAGES, FEATURE_LOCAL_MEMORY, FEATURE_PAUSED,
+    FEATURE_SEGMENTS, FEATURE_STREAMS, FEATURE_TOUCHED, FEATURE_TRIAL, FEATURES, HELLO_BYTES, Hello,
+    HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, arbiter_digest, negotiate,
 };
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 pub use snapshot::{

@@ -5,8 +5,8 @@
 use vmferry_core::{PageDigest, PageIndex, PageRun, RegionId, StreamName};
 use vmferry_wire::{
     CARRIER, CONTROL_HEADER_BYTES, ControlHeader, Encoding, FrameHeader, FrameKind, HASH_BYTES, Hello,
-    HelloReply, MigrationId, Piece, PieceKind, Refusal, RefusalCode, RegionPage, Request, Role, Segment,
-    TableWriter, ToSource, ToTarget, Token, arbiter_digest, decode_control, encode_control,
+    HelloReply, LocalRegion, MigrationId, Piece, PieceKind, Refusal, RefusalCode, RegionPage, Request, Role,
+    Segment, TableWriter, ToSource, ToTarget, Token, arbiter_digest, decode_control, encode_control,
 };
 
 fn hex(bytes: &[u8]) -> String {
@@ -101,6 +101,9 @@ fn control_messages_match_the_frozen_bytes() {
         },
         ToTarget::StreamBytes { stream: 300, bytes: vec![7, 8] },
         ToTarget::StreamEnd { stream: 300 },
+        ToTarget::LocalMemory {
+            regions: vec![LocalRegion { region: RegionId(5), len: 0x1_0000, offset: 0x1000 }],
+        },
     ];
     let to_source = [
         ToSource::Failed(why.clone()),
@@ -110,6 +113,7 @@ fn control_messages_match_the_frozen_bytes() {
         ToSource::WantsTrial,
         ToSource::Prepared,
         ToSource::UnknownPages { channel: 3, frame: 300, unknown: vec![0, 0x82] },
+        ToSource::MemoryTaken,
         ToSource::Verified { pages: 9, mismatched: 1, samples },
     ];
     let name = |message: String| message.split([' ', '(', '{']).next().unwrap_or_default().to_owned();

@@ -11,7 +11,7 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageRun, PageSet, PauseCosts, RegionId};
 use vmferry_engine::{
     Answer, AnswerMode, DirtyTracker, FreePages, FreeReport, GuestMemory, MachineConfig, Migratable, Protect,
-    RingFigures, Section, SourceVm, TrackerKind, VmError,
+    RingFigures, Section, SharedRegion, SourceVm, TrackerKind, VmError,
 };
 use vmferry_testkit::wait;
 
@@ -63,6 +63,9 @@ impl SourceVm for Gated<'_> {
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         let (tracker, gate) = (self.vm.tracker(kind)?, Arc::clone(&self.gate));
         Ok(Box::new(Tracker { tracker, gate }))
+    }
+    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+        self.vm.share_memory()
     }
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
         let (free, gate) = (self.vm.free_pages()?, Arc::clone(&self.gate));

@@ -147,6 +147,8 @@ const OWNER: &[i64] = &[
     SYS_memfd_create,
     SYS_mincore,
     SYS_eventfd2,
+    // Finding out whether memory that another process shares consists of huge pages.
+    SYS_fstatfs,
     // Comparing the owner of a socket with this user.
     SYS_geteuid,
     SYS_getuid,

@@ -6,7 +6,7 @@ use super::passed::{invalid, is_remote, stream_socket};
 use super::{IoBuf, Stream};
 use crate::MigrateError;
 use crate::handle::MigrationHandle;
-use crate::source::Settings;
+use crate::source::{MigrationMode, Settings};
 use crate::vm::caught_io;
 use socket2::Socket;
 use std::io;
@@ -14,8 +14,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{
-    CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX,
-    VERSION_MIN, WireError, arbiter_digest,
+    CARRIER, FEATURE_LOCAL_MEMORY, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role,
+    Token, VERSION_MAX, VERSION_MIN, WireError, arbiter_digest,
 };
 
 /// Opens the channels of one migration.
@@ -52,6 +52,12 @@ impl<'a> Dialer<'a> {
         })
     }
 
+    /// Returns true if one connection carries all channels. Descriptors cannot be passed over such
+    /// channels.
+    pub(crate) fn carries_all(&self) -> bool {
+        self.carrier.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
     /// Opens channel number `index` of `role` for `migration`, with the token that the target has
     /// issued for channels of this role.
     ///
@@ -62,7 +68,9 @@ impl<'a> Dialer<'a> {
         (migration, role, index, token): (MigrationId, Role, u16, Token),
         handle: Option<&MigrationHandle>,
     ) -> Result<Stream, MigrateError> {
-        let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
+        let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
+        let local = role == Role::Control && self.settings.mode == MigrationMode::Local;
+        let features = FEATURES | if local { FEATURE_LOCAL_MEMORY } else { 0 };
         let arbiter = self.settings.arbiter.as_ref().map_or(0, |arbiter| arbiter_digest(&arbiter.name()));
         let hello = Hello { version_min, version_max, features, migration, role, index, token, arbiter };
         let stream = self.exchange_hello(&hello, handle);
@@ -105,7 +113,7 @@ impl<'a> Dialer<'a> {
             }
         })?;
         let reply = check_reply(&reply, hello, &uri)?;
-        if reply.features & !FEATURES != 0 {
+        if reply.features & !hello.features != 0 {
             return Err(MigrateError::RefusedHello {
                 uri,
                 code: RefusalCode::Feature,

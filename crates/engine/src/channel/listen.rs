@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{
-    CARRIER, FEATURE_KNOWN_PAGES, FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX,
-    negotiate,
+    CARRIER, FEATURE_KNOWN_PAGES, FEATURE_LOCAL_MEMORY, FEATURES, HELLO_BYTES, Hello, HelloReply,
+    RefusalCode, VERSION_MAX, negotiate,
 };
 
 /// Delay after a failed attempt to accept a connection.
@@ -377,25 +377,37 @@ fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<bool> {
     stream.encrypt_from(tls, HELLO_TIMEOUT).map(|()| true)
 }
 
-/// Answers a hello: accepts it, or refuses it with a code.
-pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), RefusalCode>) -> io::Result<()> {
-    reply(stream, hello, verdict, false)
+/// Features that a target has or lacks at run time.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct TargetFeatures {
+    /// True if the target has known pages.
+    pub(crate) known_pages: bool,
+    /// True if the target's VM maps the memory of a source on the same host.
+    pub(crate) local_memory: bool,
 }
 
-/// Accepts the hello of a control channel. `known_pages` is true if the target has known pages.
-pub(crate) fn accept(stream: &Stream, hello: &Hello, known_pages: bool) -> io::Result<()> {
-    reply(stream, hello, Ok(()), known_pages)
+/// Answers a hello: accepts it, or refuses it with a code.
+pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), RefusalCode>) -> io::Result<()> {
+    reply(stream, hello, verdict, TargetFeatures::default())
+}
+
+/// Accepts the hello of a control channel.
+pub(crate) fn accept(stream: &Stream, hello: &Hello, has: TargetFeatures) -> io::Result<()> {
+    reply(stream, hello, Ok(()), has)
 }
 
 fn reply(
     stream: &Stream,
     hello: &Hello,
     verdict: Result<(), RefusalCode>,
-    known_pages: bool,
+    has: TargetFeatures,
 ) -> io::Result<()> {
     let (version, mut features) = negotiate(hello).unwrap_or((VERSION_MAX, FEATURES));
-    if !known_pages {
+    if !has.known_pages {
         features &= !FEATURE_KNOWN_PAGES;
+    }
+    if !has.local_memory {
+        features &= !FEATURE_LOCAL_MEMORY;
     }
     let reply = HelloReply { refused: verdict.err(), version, features, migration: hello.migration };
     stream.send(&mut [IoBuf::from_bytes(&reply.encode())]).map_err(|failed| failed.error)

@@ -57,6 +57,11 @@ impl Stream {
         self.records.as_ref().map(|records| records.peer())
     }
 
+    /// Returns true if the stream is encrypted.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        self.records.is_some()
+    }
+
     /// Converts the stream to its socket. Call this only on a plain stream, because an encrypted
     /// stream may hold bytes that were received and would be lost.
     pub(super) fn into_socket(self) -> socket2::Socket {

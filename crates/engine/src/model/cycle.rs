@@ -2,7 +2,7 @@
 //! again.
 
 use super::world::World;
-use super::{Bounds, FEW_STATES, MigrationMode, Protocol};
+use super::{Bounds, FEW_STATES, MODES, MigrationMode, Protocol};
 use stateright::Model;
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -53,8 +53,7 @@ fn walk(model: &Protocol) -> Result<usize, String> {
 #[test]
 fn every_run_comes_to_an_end() {
     let bounds = Bounds { writes: 1, ..Bounds::SHORT };
-    let plain = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid];
-    let plain = plain.map(|mode| Protocol::new(mode, bounds));
+    let plain = MODES.map(|mode| Protocol::new(mode, bounds));
     let with_arbiter = [MigrationMode::Precopy, MigrationMode::Postcopy];
     let with_arbiter = with_arbiter.map(|mode| Protocol::new(mode, bounds).with_arbiter());
     for model in plain.into_iter().chain(with_arbiter) {

@@ -1,7 +1,7 @@
 //! Deliberate flaws, and the promises that the model finds broken with them.
 
 use super::{Bounds, Protocol, wants_shortest};
-use crate::source::MigrationMode::{self, Hybrid, Postcopy, Precopy};
+use crate::source::MigrationMode::{self, Hybrid, Local, Postcopy, Precopy};
 
 /// Mutation of the hosts around the sessions: another order of steps, or another reaction to an
 /// event.
@@ -36,11 +36,13 @@ pub(super) enum Flaw {
     ForgetsToGiveBack,
     EndsClaiming,
     LeaseRunsOut,
+    WritesAfterSaving,
+    WritesAtLoad,
 }
 
 impl Flaw {
     /// All flaws, each with the migration mode that shows it, and the minimum number of faults.
-    pub(super) const ALL: [(Self, MigrationMode, u8); 29] = [
+    pub(super) const ALL: [(Self, MigrationMode, u8); 31] = [
         (Self::LosesPage, Precopy, 0),
         (Self::HarvestsBeforePause, Precopy, 0),
         (Self::HarvestsBeforeSaving, Precopy, 0),
@@ -70,6 +72,8 @@ impl Flaw {
         (Self::ForgetsToGiveBack, Precopy, 2),
         (Self::EndsClaiming, Precopy, 2),
         (Self::LeaseRunsOut, Precopy, 0),
+        (Self::WritesAfterSaving, Local, 0),
+        (Self::WritesAtLoad, Local, 0),
     ];
 
     /// Returns true if the flaw needs a migration with an arbiter.
@@ -127,6 +131,8 @@ impl Flaw {
             }
             Self::EndsClaiming => "a target that is stopped while it claims ends, and gives nothing back",
             Self::LeaseRunsOut => "the arbiter gives a guest again after a lease has expired",
+            Self::WritesAfterSaving => "a device of the source writes the memory after its state was saved",
+            Self::WritesAtLoad => "the target writes the shared memory when it loads the state",
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Model of the whole protocol, whose every reachable state is checked (stateright): precopy,
-//! postcopy and hybrid, cancel, recovery, crashes of source or target at any step, and links that
-//! are late, lost, cut, or cut in part.
+//! postcopy, hybrid and handoffs inside one host, cancel, recovery, crashes of source or target at
+//! any step, and links that are late, lost, cut, or cut in part.
 //!
 //! Both [`Session`](crate::source::session::Session)s are the production sessions: every decision
 //! is a call of their `handle`. The model replaces their environment, which the drivers and the
@@ -52,7 +52,8 @@ use world::{ALL, DialState, Keyed, Link, PAGES, SourceState, TargetState, World}
 /// each.
 const FEW_STATES: usize = 4_000;
 
-const MODES: [MigrationMode; 3] = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid];
+const MODES: [MigrationMode; 4] =
+    [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid, MigrationMode::Local];
 
 /// Bounds of the model.
 #[derive(Debug, Clone, Copy)]
@@ -128,6 +129,7 @@ impl Model for Protocol {
             switch_requested: false,
             live_passes: 0,
             memory: [1; PAGES],
+            saved: None,
             protected: 0,
             marked: 0,
             pending: ALL,
@@ -140,7 +142,7 @@ impl Model for Protocol {
             writes_left: self.bounds.writes,
         };
         let target = TargetState {
-            session: Step::new_session(self.with_arbiter),
+            session: Step::new_session(self.mode, self.with_arbiter),
             running: false,
             holds: false,
             outcome: None,
@@ -152,6 +154,7 @@ impl Model for Protocol {
             last_came: false,
             collected: 0,
             pages: [0; PAGES],
+            shares: false,
             mismatched: 0,
             compared: 0,
             differ: 0,
@@ -225,20 +228,22 @@ impl Protocol {
         ];
         if self.with_arbiter {
             reached.extend(self.reached_with_an_arbiter());
-        } else if self.mode == MigrationMode::Precopy {
+        } else if self.mode == MigrationMode::Local {
+            reached.extend(Self::reached_without_a_second_link());
             reached.extend([
-                Property::sometimes("the owner is unknown, and the guest moved", |_, world: &World| {
-                    world.unknown() && world.target.running
+                Property::sometimes("the guest stays after its memory was mapped", |_, world: &World| {
+                    world.target.shares && world.source.running && world.source.ended()
                 }),
-                Property::sometimes(
-                    "the owner is unknown, and the guest did not move",
-                    |_, world: &World| world.unknown() && world.target.ended() && !world.target.running,
-                ),
-                Property::sometimes("damaged pages are sent again", |_, world: &World| {
-                    let resent = world.source.session.is.summary().digest_mismatches_resent > 0;
-                    !world.source.ended() && world.source.committed && resent
+                Property::sometimes("the guest moves after its I/O was busy", |_, world: &World| {
+                    world.completed() && world.source.session.is.was_busy()
                 }),
             ]);
+        } else if self.mode == MigrationMode::Precopy {
+            reached.extend(Self::reached_without_a_second_link());
+            reached.extend([Property::sometimes("damaged pages are sent again", |_, world: &World| {
+                let resent = world.source.session.is.summary().digest_mismatches_resent > 0;
+                !world.source.ended() && world.source.committed && resent
+            })]);
         } else {
             reached.extend([
                 Property::sometimes("the guest moves after its I/O was busy", |_, world: &World| {
@@ -264,6 +269,18 @@ impl Protocol {
         reached
     }
 
+    /// Returns states of migrations in which the source does not open a lost link again.
+    fn reached_without_a_second_link() -> [Property<Self>; 2] {
+        [
+            Property::sometimes("the owner is unknown, and the guest moved", |_, world: &World| {
+                world.unknown() && world.target.running
+            }),
+            Property::sometimes("the owner is unknown, and the guest did not move", |_, world: &World| {
+                world.unknown() && world.target.ended() && !world.target.running
+            }),
+        ]
+    }
+
     fn reached_with_an_arbiter(&self) -> Vec<Property<Self>> {
         let mut reached = vec![
             Property::sometimes("the arbiter gives the guest to the source", |_, world: &World| {
@@ -284,7 +301,7 @@ impl Protocol {
                 },
             ),
         ];
-        if self.mode == MigrationMode::Precopy {
+        if matches!(self.mode, MigrationMode::Precopy | MigrationMode::Local) {
             reached
                 .push(Property::sometimes("the arbiter reports that the guest moved", |_, world: &World| {
                     world.used_arbiter() && world.completed()
@@ -389,6 +406,11 @@ mod every_promise_is_kept_in_every_state {
     }
 
     #[test]
+    fn of_a_handoff() {
+        Protocol::new(MigrationMode::Local, Bounds::SHORT).explore(false);
+    }
+
+    #[test]
     fn of_a_verified_hybrid() {
         Protocol::new(MigrationMode::Hybrid, VERIFIED).explore(false);
     }
@@ -399,7 +421,7 @@ fn every_promise_is_kept_with_an_arbiter() {
     // A lost link and a missing answer of the arbiter are two faults. The guest's writes have no
     // effect on its owner.
     let bounds = Bounds { faults: 2, writes: 0, target_writes: 0, touches: 0, passes: 1, ..Bounds::SHORT };
-    for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
+    for mode in [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Local] {
         Protocol::new(mode, bounds).with_arbiter().explore(false);
     }
 }

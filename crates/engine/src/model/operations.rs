@@ -92,10 +92,12 @@ impl Protocol {
         let session = &source.session.is;
         let phase = session.phase();
         let before = matches!(phase, Phase::Setup | Phase::Precopy);
-        if before && !source.timed_out && self.mode != MigrationMode::Postcopy {
+        let passes = matches!(self.mode, MigrationMode::Precopy | MigrationMode::Hybrid);
+        if before && !source.timed_out && passes {
             operations.push(Operation::TickAtTimeout);
         }
-        if before && !source.switch_requested && self.mode != MigrationMode::Precopy {
+        let postcopy = matches!(self.mode, MigrationMode::Postcopy | MigrationMode::Hybrid);
+        if before && !source.switch_requested && postcopy {
             operations.push(Operation::SwitchNow);
         }
         if world.faults_left > 0 || session.is_waiting() {

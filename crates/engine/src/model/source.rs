@@ -8,8 +8,8 @@ use super::Flaw;
 use super::judge::Promise;
 use super::step::{Operation, Step, StepFault};
 use super::world::{
-    ALL, Cargo, DialState, Job, Keyed, Link, PAGES, ToSourceCargo, ToTargetCargo, mask_of, mask_of_runs,
-    piece_of,
+    ALL, Cargo, DialState, Job, Keyed, Link, PAGES, REGION, ToSourceCargo, ToTargetCargo, mask_of,
+    mask_of_runs, piece_of,
 };
 use crate::arbiter::Side;
 use crate::run::{self, ActionQueue};
@@ -18,7 +18,7 @@ use crate::source::{MigrationMode, Settings};
 use std::time::Duration;
 use vmferry_core::RunState;
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
-use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
+use vmferry_wire::{LocalRegion, Refusal, RefusalCode, ToSource, ToTarget};
 
 /// Timeout of the migration. Below, two times at which the clock ticks: after this timeout only,
 /// and after every limit.
@@ -163,6 +163,10 @@ impl Step<'_> {
             Action::Remember { .. } | Action::Throttle(_) => return None,
             Action::TakeAnswer { .. } => unreachable!("no target of the model has known pages"),
             Action::OpenChannels { .. } => return Some(self.open_channels()),
+            Action::ShareMemory => {
+                let region = LocalRegion { region: REGION, len: (PAGES as u64) << 12, offset: 0 };
+                return self.source_sends(ToTarget::LocalMemory { regions: vec![region] });
+            }
             Action::StartTracker => {
                 // Like KVM's log: every page is marked from the start, and none is protected.
                 (self.world.source.protected, self.world.source.marked) = (0, ALL);
@@ -185,6 +189,10 @@ impl Step<'_> {
             Action::Save { .. } => {
                 if !self.flaw(Flaw::HarvestsBeforeSaving) {
                     self.save();
+                }
+                self.world.source.saved = Some(self.world.source.memory);
+                if self.flaw(Flaw::WritesAfterSaving) {
+                    self.write(0);
                 }
                 Event::Saved { sections: vec![] }
             }
@@ -284,7 +292,7 @@ impl Step<'_> {
             return if again { Event::PeerLost(lost()) } else { Event::LocalFailure(failure()) };
         }
         self.source_link().bulk.push_back(Cargo::Hello);
-        if self.model.mode != MigrationMode::Precopy {
+        if matches!(self.model.mode, MigrationMode::Postcopy | MigrationMode::Hybrid) {
             self.source_link().urgent.push_back(Cargo::Hello);
         }
         self.serve();
@@ -351,6 +359,10 @@ impl Step<'_> {
         let (alone, free) = (!self.world.target.running, !self.world.target.holds);
         self.promise(Promise::OneRunner, alone);
         self.promise(Promise::OneHolder, free);
+        // What the target maps is still the memory of the source.
+        let saved = self.world.source.saved.take();
+        let same = saved.is_none_or(|saved| saved == self.world.source.memory);
+        self.promise(Promise::NoPageMissed, same);
         (self.world.source.running, self.world.source.paused, self.world.source.holds) = (true, false, true);
     }
 
@@ -523,7 +535,7 @@ pub(super) fn settings(mode: MigrationMode, verify: bool) -> Settings {
         urgent_channels: 1,
         pace: BulkLimit::Off,
         // Set for migrations that would not end otherwise.
-        timeout: (mode != MigrationMode::Postcopy).then_some(TIMEOUT),
+        timeout: matches!(mode, MigrationMode::Precopy | MigrationMode::Hybrid).then_some(TIMEOUT),
         on_timeout: if mode == MigrationMode::Precopy { OnTimeout::Switch } else { OnTimeout::Postcopy },
         ..Settings::default()
     }

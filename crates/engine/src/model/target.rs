@@ -15,6 +15,7 @@ use super::world::{
 };
 use crate::arbiter::Side;
 use crate::run::{self, ActionQueue};
+use crate::source::MigrationMode;
 use crate::target::session::{Action, Event, Outcome, Session, Tokens};
 use std::time::Duration;
 use vmferry_wire::{PagingFigures, RegionPage, ToSource, ToTarget, Token};
@@ -169,6 +170,13 @@ impl Step<'_> {
             Action::OpenStream(_) | Action::WriteStream { .. } | Action::FinishStream { .. } => {
                 unreachable!("no guest of the model has streams of device state")
             }
+            Action::TakeMemory(_) => {
+                if self.target_step_fails() {
+                    return Some(Event::LocalFailure(failure()));
+                }
+                self.world.target.shares = true;
+                return Some(Event::MemoryTaken);
+            }
             Action::PrepareVm(_) => {
                 let failed = self.target_step_fails();
                 return Some(if failed {
@@ -244,6 +252,9 @@ impl Step<'_> {
         if self.flaw(Flaw::StartsAtLoad) {
             self.start();
         }
+        if self.flaw(Flaw::WritesAtLoad) {
+            self.write(0);
+        }
         if self.world.target.paging.is_some_and(|paging| paging.fate == Fate::Abandoned) {
             return Event::PeerLost("while the state was loaded".into());
         }
@@ -276,9 +287,12 @@ impl Step<'_> {
         self.promise(Promise::StartsOnce, first);
         self.promise(Promise::OneRunner, alone);
         self.promise(Promise::OneHolder, free);
-        let (memory, target) = (self.world.source.memory, &mut self.world.target);
+        let (memory, saved) = (self.world.source.memory, self.world.source.saved);
+        let target = &mut self.world.target;
         (target.running, target.holds) = (true, true);
         let missed = match &mut target.paging {
+            // The device state belongs to the memory of the moment at which it was saved.
+            None if target.shares => saved != Some(memory),
             None => target.pages != memory,
             Some(paging) => {
                 paging.model = memory;
@@ -410,8 +424,9 @@ impl Step<'_> {
         self.world.target.paging.as_mut().expect("after the handover only")
     }
 
-    pub(super) fn new_session(with_arbiter: bool) -> Keyed<Session> {
+    pub(super) fn new_session(mode: MigrationMode, with_arbiter: bool) -> Keyed<Session> {
         let session = Session::begin(super::world::machine(), tokens()).with_arbiter(with_arbiter);
+        let session = session.taking_memory(mode == MigrationMode::Local);
         Keyed::by(session, |session, hash| session.project(hash))
     }
 }

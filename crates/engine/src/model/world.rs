@@ -230,8 +230,11 @@ pub(super) struct SourceState {
     pub(super) timed_out: bool,
     pub(super) switch_requested: bool,
     pub(super) live_passes: u8,
-    /// Content of each page: the number of its writes.
+    /// Content of each page: the number of its writes. In a handoff, the target has the same
+    /// memory.
     pub(super) memory: [u8; PAGES],
+    /// Content of the memory when the device state was saved. `None` while the guest runs.
+    pub(super) saved: Option<[u8; PAGES]>,
     pub(super) protected: Mask,
     pub(super) marked: Mask,
     /// Pages that were harvested, or are dirty from the start, and are in no pass yet.
@@ -285,6 +288,8 @@ pub(super) struct TargetState {
     pub(super) last_came: bool,
     pub(super) collected: Mask,
     pub(super) pages: [u8; PAGES],
+    /// True if the target has mapped the memory of the source.
+    pub(super) shares: bool,
     pub(super) mismatched: Mask,
     pub(super) compared: u8,
     pub(super) differ: Mask,
@@ -330,7 +335,7 @@ impl Hash for SourceState {
     fn hash<H: Hasher>(&self, state: &mut H) {
         let outcome = self.outcome.as_ref().map(std::mem::discriminant);
         (self.running, self.holds, self.committed, self.given_back, self.resume_failed).hash(state);
-        (outcome, self.crashed, self.memory).hash(state);
+        (outcome, self.crashed, self.memory, self.saved).hash(state);
         if self.ended() {
             return;
         }
@@ -349,7 +354,7 @@ impl Hash for TargetState {
         let outcome = self.outcome.as_ref().map(std::mem::discriminant);
         (self.running, self.holds, outcome, self.crashed, self.stopped, self.started, self.in_postcopy)
             .hash(state);
-        (self.pages, self.paging).hash(state);
+        (self.pages, self.shares, self.paging).hash(state);
         if self.ended() {
             return;
         }

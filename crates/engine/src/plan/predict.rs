@@ -66,13 +66,14 @@ impl Strategy {
         Settings { mode, auto_converge: slow, auto: None, ..settings.clone() }
     }
 
-    /// Returns the strategy that `settings` select.
+    /// Returns the strategy that `settings` select. A handoff inside one host has no strategy of
+    /// its own, because it sends no pages: for its settings, the result is precopy.
     #[must_use]
     pub fn of(settings: &Settings) -> Self {
         match (settings.mode, settings.auto_converge) {
             (MigrationMode::Postcopy, _) => Self::Postcopy,
             (MigrationMode::Hybrid, _) => Self::Hybrid,
-            (MigrationMode::Precopy, AutoConverge::Off) => Self::Precopy,
+            (MigrationMode::Local, _) | (MigrationMode::Precopy, AutoConverge::Off) => Self::Precopy,
             (MigrationMode::Precopy, _) => Self::AutoConverge,
         }
     }

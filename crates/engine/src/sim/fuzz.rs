@@ -14,7 +14,8 @@ use crate::target::session as target;
 use std::time::Duration;
 use vmferry_core::{RegionId, RunState, Section, StreamName};
 use vmferry_wire::{
-    MissingPages, Mode, PagingFigures, Refusal, RefusalCode, RegionPage, RegionRun, ToSource, ToTarget, Token,
+    LocalRegion, MissingPages, Mode, PagingFigures, Refusal, RefusalCode, RegionPage, RegionRun, ToSource,
+    ToTarget, Token,
 };
 
 const PAGES: u64 = 8;
@@ -34,7 +35,8 @@ fn stream(instance: u32) -> StreamName {
 fn settings(rng: &mut Rng) -> source::Settings {
     use source::{MigrationMode, OnTimeout};
     source::Settings {
-        mode: [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)],
+        mode: [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid, MigrationMode::Local]
+            [rng.index(4)],
         channels: 1,
         verify: rng.per_mille(500),
         timeout: rng.per_mille(300).then_some(Duration::from_secs(1)),
@@ -43,6 +45,10 @@ fn settings(rng: &mut Rng) -> source::Settings {
         arbiter: super::arbiter::choose(rng),
         ..source::Settings::default()
     }
+}
+
+fn local_region() -> LocalRegion {
+    LocalRegion { region: RegionId(0), len: PAGES << 12, offset: 0 }
 }
 
 fn missing_pages() -> MissingPages {
@@ -60,7 +66,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         first: [0, 3, PAGES, u64::MAX][rng.index(4)],
         count: [0, 1, PAGES, u64::MAX][rng.index(4)],
     };
-    match rng.below(18) {
+    match rng.below(19) {
         0 => ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) },
         1 => ToSource::ChannelsUp,
         2..=4 => {
@@ -80,6 +86,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         14 => ToSource::WantsTrial,
         15 => ToSource::Prepared,
         16 => ToSource::UnknownPages { channel: 0, frame: rng.below(3), unknown: vec![255] },
+        17 => ToSource::MemoryTaken,
         _ => ToSource::Pong(rng.below(3)),
     }
 }
@@ -152,6 +159,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::OpenChannels { .. } => {
                 events.extend([Event::ChannelsOpened, Event::Message(ToSource::ChannelsUp)]);
             }
+            Action::ShareMemory => events.push(Event::Message(ToSource::MemoryTaken)),
             Action::StartTracker => events.push(Event::TrackerStarted),
             Action::TrialPause { .. } => {
                 let fixed = Duration::from_micros(50);
@@ -289,7 +297,7 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
 
 /// Returns any message of a source.
 fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
-    match rng.below(22) {
+    match rng.below(23) {
         0 => {
             let pages = [PAGES, PAGES, 0, 9][rng.index(4)];
             let machine = machine(usize::try_from(pages).expect("small"));
@@ -321,6 +329,7 @@ fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
         18 => ToTarget::StreamOpen { stream: [0, 0, 1, u32::MAX][rng.index(4)], name: stream(0) },
         19 => ToTarget::StreamBytes { stream: [0, 0, 1, u32::MAX][rng.index(4)], bytes: vec![7; 3] },
         20 => ToTarget::StreamEnd { stream: [0, 0, 1, u32::MAX][rng.index(4)] },
+        21 => ToTarget::LocalMemory { regions: vec![local_region(); rng.index(3)] },
         _ => ToTarget::Ping(rng.next()),
     }
 }
@@ -331,9 +340,9 @@ fn retold() -> target::Event {
 
 fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
     use target::Event;
-    match rng.below(24) {
+    match rng.below(25) {
         #[cfg(feature = "hostile")]
-        23 => said(rng).map_or(Event::Stopped, Event::Message),
+        24 => said(rng).map_or(Event::Stopped, Event::Message),
         20..=21 => {
             let request = [
                 ArbiterRequest::Look,
@@ -358,6 +367,7 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
         13 => Event::Started { micros: 1, cpu_us: 1 },
         14 => Event::StartFailed(refusal()),
         15 => Event::Prepared,
+        23 => Event::MemoryTaken,
         22 => Event::VmPrepared { load_us: rng.per_mille(500).then_some(u64::MAX) },
         16 => Event::MissingArrived(PagingFigures::default()),
         17 => Event::ControlReopened,
@@ -393,6 +403,7 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
             }
             Action::Load(_) => events.push(Event::Loaded { micros: 1 }),
             Action::PrepareVm(_) => events.push(Event::VmPrepared { load_us: None }),
+            Action::TakeMemory(_) => events.push(Event::MemoryTaken),
             Action::Start { .. } => events.push(Event::Started { micros: 1, cpu_us: 1 }),
             Action::AskArbiter { request, .. } if *request != ArbiterRequest::Runs => {
                 let owner = match request {
@@ -407,9 +418,9 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
     }
 }
 
-/// Returns the events of a correct source for a guest with two passes, or with one pass and a
-/// postcopy.
-fn script(mode: Mode, wants_trial: bool) -> Vec<target::Event> {
+/// Returns the events of a correct source for a guest with two passes, with one pass and a
+/// postcopy, or with shared memory.
+fn script(mode: Mode, wants_trial: bool, local: bool) -> Vec<target::Event> {
     use target::Event;
     let machine = machine(usize::try_from(PAGES).expect("small"));
     let message = Event::Message;
@@ -424,6 +435,13 @@ fn script(mode: Mode, wants_trial: bool) -> Vec<target::Event> {
     ]
     .map(message);
     let opened = ToTarget::StreamOpen { stream: 0, name: stream(0) };
+    if local {
+        let mut script = vec![message(setup), message(opened)];
+        script.push(message(ToTarget::LocalMemory { regions: vec![local_region()] }));
+        script.extend(state);
+        script.extend([ToTarget::Load, ToTarget::Commit].map(message));
+        return script;
+    }
     let passed = [opened, ToTarget::Pass { pass: 0, pages: 0 }].map(message);
     let mut script = vec![message(setup)];
     script.extend(passed);
@@ -451,11 +469,14 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
     let pages = usize::try_from(PAGES).expect("small");
     let has_arbiter = rng.per_mille(500);
     let wants_trial = rng.per_mille(300);
-    let (mut prepared, mut stays_paused) = (false, false);
+    let (mut prepared, mut taken, mut stays_paused) = (false, false, false);
     let session = target::Session::begin(machine(pages), tokens()).with_arbiter(has_arbiter);
-    let mut session = session.wanting_trial(wants_trial);
+    let session = session.wanting_trial(wants_trial);
     let mode = [Mode::Precopy, Mode::Hybrid][rng.index(2)];
-    let (mut expected, mut script) = (Vec::new(), script(mode, wants_trial));
+    let takes_memory = rng.per_mille(400);
+    let local = takes_memory && mode == Mode::Precopy && rng.per_mille(800);
+    let mut session = session.taking_memory(takes_memory);
+    let (mut expected, mut script) = (Vec::new(), script(mode, wants_trial, local));
     let (mut all_arrived, mut started, mut in_postcopy) = (false, false, false);
     let (mut commit_read, mut start_failed, mut starts, mut ended) = (false, false, 0, None);
     let mut renounced = false;
@@ -488,6 +509,10 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
                 Action::AskArbiter { request: ArbiterRequest::GiveBack, .. } => {
                     assert!(starts == 0 || start_failed, "gives back a guest that may run here");
                     renounced = true;
+                }
+                Action::TakeMemory(_) => {
+                    assert!(takes_memory && !std::mem::replace(&mut taken, true), "memory taken in vain");
+                    assert!(starts == 0, "memory taken after the start");
                 }
                 Action::PrepareVm(_) => {
                     assert!(wants_trial && !std::mem::replace(&mut prepared, true), "prepared in vain");

@@ -35,6 +35,7 @@ use crate::arbiter::{ArbiterClient, ArbiterError, Ownership};
 use crate::channel::{Dialer, Pacer, Stream};
 use crate::clock::Clock;
 use crate::handle::{MigrationHandle, MigrationState};
+use crate::handoff::SharedMemory;
 use crate::idle::IdleCores;
 use crate::missing_pages::pieces;
 use crate::report::Report;
@@ -87,6 +88,8 @@ pub(super) struct Context<'a> {
     pub(super) idle: Arc<IdleCores>,
     /// The target's answers to hashes. `None` if the target has no known pages.
     pub(super) answers: Option<Answers>,
+    /// Memory that the target takes over. `None` if pages are sent.
+    pub(super) shared: Option<SharedMemory>,
     /// CPU time that the caller's thread had used when the migration began.
     pub(super) cpu_before_us: u64,
 }
@@ -171,7 +174,8 @@ impl<'s, 'e> Driver<'s, 'e> {
         let streams = Streams::new(readers);
         let session = session.streaming(streams.names());
         let first = describe(vm, &control).into_iter().chain(first).collect();
-        let free = if context.settings.free_pages { vm.free_pages() } else { None };
+        let asks = context.settings.free_pages && context.shared.is_none();
+        let free = if asks { vm.free_pages() } else { None };
         let account = Account::new(context, vm.throttled());
         let mut driver = Self {
             context,
@@ -314,6 +318,7 @@ impl Host for Driver<'_, '_> {
                 None
             }
             Action::TakeAnswer { channel, frame, unknown } => self.take_answer(channel, frame, &unknown),
+            Action::ShareMemory => self.share_memory(),
             Action::StartTracker => Some(self.start_tracker()),
             Action::TrialPause { within } => Some(self.trial_pause(within)),
             Action::Harvest => Some(self.harvest()),
@@ -634,6 +639,16 @@ impl Driver<'_, '_> {
             true => Event::unsent(message, failed.why),
             false => Event::PeerLost(failed.why),
         })
+    }
+
+    /// Passes the descriptors of the guest's memory to the target.
+    fn share_memory(&mut self) -> Option<Event> {
+        let Some(shared) = &self.context.shared else {
+            return Some(local("sharing the memory", &VmError::new("the VM was not asked for its memory")));
+        };
+        let (message, descriptors) = shared.message();
+        let failed = self.control.send_with(self.context, &message, &descriptors).err()?;
+        Some(Event::PeerLost(failed.why))
     }
 
     /// Sends the next piece of the streams of device state.

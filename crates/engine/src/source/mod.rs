@@ -33,10 +33,11 @@ pub use vmferry_protocol::source::{
 };
 
 use crate::arbiter::ArbiterClient;
-use crate::channel::{Connect, Dialer, Pacer, Stream};
+use crate::channel::{Connect, Dialer, Pacer, Stream, passes_descriptors};
 use crate::clock::Clock;
 use crate::demand::still_arrives;
 use crate::handle::{MigrationHandle, MigrationState, thread_cpu_us};
+use crate::handoff::{SharedMemory, Untracked};
 use crate::idle::IdleCores;
 use crate::report::{MigrationKind, Report, word};
 use crate::vm::warn_if_panics_abort;
@@ -47,8 +48,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use vmferry_core::{Layout, PAGE_SIZE, SourceVm, StateReader, TrackerKind, VmError};
 use vmferry_wire::{
-    FEATURE_KNOWN_PAGES, FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId,
-    Role, Token,
+    FEATURE_KNOWN_PAGES, FEATURE_LOCAL_MEMORY, FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES,
+    MAX_STREAMS, MigrationId, Role, Token,
 };
 
 /// Moves the guest of `vm` to the target that `connector` connects to, and blocks until the
@@ -56,6 +57,9 @@ use vmferry_wire::{
 ///
 /// To connect to an address, pass a [`Uri`](crate::Uri) as `connector`. `tracker` selects the kind
 /// of dirty-page tracker; `None` lets the VM choose.
+///
+/// In [`MigrationMode::Local`], the target is another process of this host, which takes over the
+/// memory: see [`SourceVm::share_memory`].
 ///
 /// The guest runs while its memory is sent, unless the operator has paused the guest. In precopy,
 /// the source makes one or more trial pauses to measure how long stopping the guest takes, unless
@@ -88,15 +92,26 @@ pub fn migrate(
     let cpu_before_us = thread_cpu_us();
     warn_if_panics_abort();
     check(vm, settings)?;
+    let local = settings.mode == MigrationMode::Local;
+    // A handoff sends no pages. One bulk channel is the least that the protocol allows.
+    let one_channel = local.then(|| Settings { channels: 1, ..settings.clone() });
+    let settings = one_channel.as_ref().unwrap_or(settings);
     let dialer = Dialer::new(connector, settings);
     dialer.check()?;
-    let tracker = vm.tracker(tracker).map_err(MigrateError::Vm)?;
+    let shared = local.then(|| SharedMemory::of(vm)).transpose().map_err(MigrateError::Vm)?;
+    let tracker = match (local, tracker) {
+        (true, Some(_)) => {
+            return Err(MigrateError::Settings("a handoff tracks no pages; omit the tracker".into()));
+        }
+        (true, None) => Box::new(Untracked),
+        (false, kind) => vm.tracker(kind).map_err(MigrateError::Vm)?,
+    };
     let streams = streams(vm)?;
     let migration = MigrationId(random()?);
     let known = Report {
         id: migration.to_string(),
         kind: MigrationKind::Live(settings.mode),
-        tracker: Some(tracker.kind()),
+        tracker: (!local).then(|| tracker.kind()),
         ..Report::default()
     };
     handle.begin(clock.began, known.clone());
@@ -113,8 +128,12 @@ pub fn migrate(
         }
         control => control?,
     };
+    if local && let Err(why) = takes_memory(&dialer, &control) {
+        return Err(MigrateError::NotLocal { uri: dialer.name(), why });
+    }
     check_streams(&streams, control.features)?;
-    let codecs = (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout()));
+    let encodes = !local && control.features & FEATURE_SEGMENTS != 0;
+    let codecs = encodes.then(|| codecs(settings, vm.memory().layout()));
     let cache_limit = codecs.and_then(|codecs| codecs.cache_limit(settings.channels));
     handle.counters.encodings.begin_caches(cache_limit);
     let context = driver::Context {
@@ -129,8 +148,9 @@ pub fn migrate(
         clock,
         codecs,
         idle: Arc::new(IdleCores::open()),
-        answers: (control.features & FEATURE_KNOWN_PAGES != 0 && control.features & FEATURE_SEGMENTS != 0)
+        answers: (encodes && control.features & FEATURE_KNOWN_PAGES != 0)
             .then(|| Answers::new(settings.channels)),
+        shared,
         cpu_before_us,
     };
     let mut report =
@@ -140,6 +160,20 @@ pub fn migrate(
     report.pace = handle.pace();
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before_us)) as f64 / 1e3;
     Ok(report)
+}
+
+/// Returns an error with the reason if the target does not map the memory of the guest.
+fn takes_memory(dialer: &Dialer<'_>, control: &Stream) -> Result<(), String> {
+    if dialer.carries_all() {
+        return Err("one connection carries all channels; pass one socket for each channel".into());
+    }
+    passes_descriptors(control).map_err(|error| error.to_string())?;
+    if control.features & FEATURE_LOCAL_MEMORY == 0 {
+        return Err(
+            "the target does not support it, or runs as another user; move the guest by precopy".into()
+        );
+    }
+    Ok(())
 }
 
 /// Returns an error if the VM has streams of device state and the target, which has `features`,
@@ -243,6 +277,11 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
     let stopped = settings.switchover_bandwidth == Some(SwitchoverBandwidth::AtMost(0));
     if settings.max_bandwidth == Some(0) || stopped {
         return Err(MigrateError::Settings("the bandwidth limit is 0; omit it for no limit".into()));
+    }
+    if settings.mode == MigrationMode::Local && settings.verify {
+        return Err(MigrateError::Settings(
+            "a handoff copies no page, so there is nothing to verify; omit the verification".into(),
+        ));
     }
     let description = vm.description().len();
     if description > MAX_DESCRIPTION_BYTES {

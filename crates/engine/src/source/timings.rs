@@ -183,7 +183,7 @@ impl Timings {
     /// Cancels the pause of a deferred switchover, after which the guest continues to run. A `mode`
     /// with passes returns to its precopy phase.
     pub(super) fn went_on(&mut self, mode: MigrationMode) {
-        if mode == MigrationMode::Postcopy {
+        if matches!(mode, MigrationMode::Postcopy | MigrationMode::Local) {
             self.spans.setup()
         } else {
             self.spans.precopy()
@@ -232,6 +232,8 @@ impl Timings {
         self.in_postcopy |= matches!(message, ToTarget::LoadLazily { .. });
         if matches!(message, ToTarget::Load | ToTarget::LoadLazily { .. }) {
             self.loading = Some(self.clock.now());
+            // A handoff has no step between the device state and this message.
+            self.state_sent = self.state_sent.or(self.loading);
             if self.verify.is_some() {
                 self.spans.verified();
                 self.verified = self.loading;
@@ -344,6 +346,7 @@ impl Timings {
         held: &[Duration],
     ) -> Report {
         let counters = &context.handle.counters;
+        let local = context.shared.is_some();
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         let started = self.running.or(self.resumed).unwrap_or_else(|| self.clock.now());
         let end = self.complete.unwrap_or(started);
@@ -365,10 +368,10 @@ impl Timings {
             deferred_ms: ms(session.deferred_time()),
             trial_pauses: self.trials,
             trial_pause_ms: ms(self.trial),
-            tracker: Some(tracker.kind()),
+            tracker: (!local).then(|| tracker.kind()),
             total_ms: ms(end),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),
-            setup_ms: ms(self.first_page.unwrap_or_default()),
+            setup_ms: ms(self.first_page.or(self.pause.filter(|_| local)).unwrap_or_default()),
             enable_tracking_ms: self.tracking.map(ms),
             predicted_downtime_ms: self.predicted.map(ms),
             downtime: self.downtime(session),

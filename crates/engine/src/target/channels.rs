@@ -9,7 +9,7 @@ use super::session::{Channels, Tokens};
 use super::spare::Spare;
 use super::urgent::UrgentChannel;
 use crate::awake::LatencyRequest;
-use crate::channel::{Greeted, Stream, answer, read_message, tcp};
+use crate::channel::{Greeted, Stream, answer, read_message, read_message_with, tcp};
 use crate::demand::{again_after_panics, serve_faults};
 use crate::handle::thread_cpu_us;
 use crate::known::KnownPages;
@@ -18,13 +18,14 @@ use crate::{MigrateError, random};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::io;
-use std::sync::Arc;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_core::GuestMemory;
-use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
+use vmferry_wire::{MigrationId, RefusalCode, Role, ToTarget, Token};
 
 /// Interval at which a thread checks whether a full queue has room.
 const ROOM: Duration = Duration::from_millis(5);
@@ -51,6 +52,8 @@ pub(super) struct Link {
     spare: Arc<Spare>,
     /// Pages that the target knows.
     known: Option<Arc<KnownPages>>,
+    /// Descriptors that came with the last message with memory.
+    descriptors: Arc<Mutex<Vec<OwnedFd>>>,
     pub(super) cpu_us: Arc<AtomicU64>,
 }
 
@@ -81,6 +84,7 @@ impl Link {
             spare: Arc::new(Spare::open()),
             memory,
             known: None,
+            descriptors: Arc::default(),
             cpu_us: Arc::default(),
         })
     }
@@ -91,13 +95,32 @@ impl Link {
         self
     }
 
+    /// Takes the descriptors that came with a message.
+    pub(super) fn take_descriptors(&self) -> Vec<OwnedFd> {
+        std::mem::take(&mut *self.descriptors.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Starts the thread that reads the control channel. If the driver takes nothing out of its
     /// queue for `patience`, the thread treats the source as lost: see [`hand_in`].
-    pub(super) fn read_control(&mut self, patience: Duration) -> io::Result<()> {
+    ///
+    /// With `takes_memory`, the thread accepts descriptors with [`ToTarget::LocalMemory`], and
+    /// closes all others.
+    pub(super) fn read_control(&mut self, patience: Duration, takes_memory: bool) -> io::Result<()> {
         let (control, inputs, attempt) = (Arc::clone(&self.control), self.inputs.clone(), self.attempt);
         let arrivals = Arc::clone(&self.arrivals);
+        let descriptors = Arc::clone(&self.descriptors);
+        let next = move |control: &Stream| {
+            if !takes_memory {
+                return read_message(control);
+            }
+            let (message, came) = read_message_with(control)?;
+            if matches!(message, ToTarget::LocalMemory { .. }) {
+                *descriptors.lock().unwrap_or_else(PoisonError::into_inner) = came;
+            }
+            Ok(message)
+        };
         let read = move || loop {
-            let input = match caught_io(|| read_message(&control)) {
+            let input = match caught_io(|| next(&control)) {
                 Ok(message) => Input::Message(message),
                 Err(error) => {
                     arrivals.lost();

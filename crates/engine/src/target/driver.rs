@@ -21,6 +21,7 @@ use crate::arbiter::{ArbiterAnswer, ArbiterClient, ArbiterRequest};
 use crate::channel::{Greeted, accept, answer, send_message};
 use crate::clock::Clock;
 use crate::handle::thread_cpu_us;
+use crate::handoff;
 use crate::heartbeat::Heartbeat;
 use crate::run::{self, ActionQueue, Host};
 use handover::Handover;
@@ -30,7 +31,9 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_core::{RunState, Section, StateWriter, StreamName, TargetVm, VmError};
-use vmferry_wire::{FEATURE_COSTS, FEATURE_TRIAL, Refusal, RefusalCode, Role, ToSource, ToTarget};
+use vmferry_wire::{
+    FEATURE_COSTS, FEATURE_TRIAL, LocalRegion, Refusal, RefusalCode, Role, ToSource, ToTarget,
+};
 
 /// Report of another thread, with the number of the attempt that the thread belongs to. The number
 /// is needed because a thread of a refused attempt may report its end when the next source is
@@ -89,7 +92,9 @@ impl<'a> Driver<'a> {
         let wants_costs = hello.features & FEATURE_COSTS != 0;
         let load = if wants_costs { vm.expected_load() } else { None };
         let wants_trial = hello.features & FEATURE_TRIAL != 0 && vm.wants_trial();
+        let has = arrival.features(&link.control, &hello);
         let session = Session::begin(vm.config(), link.tokens).expecting(load).wanting_trial(wants_trial);
+        let session = session.taking_memory(has.local_memory);
         let mut driver = Driver {
             session: session.with_arbiter(arrival.arbiter.is_some()),
             arbiter: arrival.arbiter.clone().map(|arbiter| ArbiterClient::new(arbiter, link.migration)),
@@ -117,14 +122,14 @@ impl<'a> Driver<'a> {
             .and_then(|()| {
                 let Some(Announcement { setup, heartbeat }) = announced else {
                     driver.heartbeat = Some(Heartbeat::of_target(arrival.peer_timeout)?);
-                    return accept(&driver.link.control, &hello, arrival.known_pages.is_some());
+                    return accept(&driver.link.control, &hello, has);
                 };
                 heartbeat.end();
                 driver.heartbeat = Some(heartbeat);
                 driver.announced = Some(Event::Message(setup));
                 Ok(())
             })
-            .and_then(|()| driver.link.read_control(arrival.peer_timeout));
+            .and_then(|()| driver.link.read_control(arrival.peer_timeout, has.local_memory));
         let outcome = match greeted {
             Ok(()) => {
                 let Ok(outcome) = run::advance(&mut driver);
@@ -295,6 +300,25 @@ impl<'a> Driver<'a> {
         }
     }
 
+    /// Lets the VM map the memory of the source's guest.
+    fn take_memory(&mut self, regions: Vec<LocalRegion>) -> Event {
+        let failed =
+            |error: VmError| Event::LocalFailure(Refusal::new(RefusalCode::Memory, error.to_string()));
+        // From now on, pages of this source would be written over the memory of a running guest.
+        if !self.link.arrivals.seal() {
+            return failed(VmError::new("pages were arriving when the source shared its memory"));
+        }
+        let layout = self.link.memory.layout().clone();
+        let shared = match handoff::passed(&layout, regions, self.link.take_descriptors()) {
+            Ok(shared) => shared,
+            Err(error) => return failed(error),
+        };
+        match self.busy(|vm| vm.take_memory(shared)) {
+            Ok(()) => Event::MemoryTaken,
+            Err(error) => failed(error),
+        }
+    }
+
     fn start(&mut self, wanted: RunState) -> Event {
         let failed = |detail| Event::StartFailed(Refusal::new(RefusalCode::Other, detail));
         if self.link.arrivals.pager().is_some_and(|pager| !pager.pages.commit()) {
@@ -405,6 +429,7 @@ impl Host for Driver<'_> {
                 self.ask_arbiter(request, after);
                 None
             }
+            Action::TakeMemory(regions) => Some(self.take_memory(regions)),
             Action::PrepareVm(trial) => Some(self.prepare_vm(&trial)),
             Action::OpenStream(name) => self.open_stream(&name),
             Action::WriteStream { stream, bytes } => self.stream(stream, |writer| writer.write(&bytes)),

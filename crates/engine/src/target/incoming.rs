@@ -62,7 +62,8 @@ impl Incoming {
     fn announced(connection: Greeted, arrival: &Arrival) -> Result<Self, String> {
         let stream = &connection.stream;
         let lost = |error: std::io::Error| format!("the link failed: {error}");
-        accept(stream, &connection.hello, arrival.known_pages.is_some()).map_err(lost)?;
+        let has = arrival.features(stream, &connection.hello);
+        accept(stream, &connection.hello, has).map_err(lost)?;
         let (clock, mut description) = (Clock::start(), Vec::new());
         loop {
             // The total time is limited, because a source could send pings for ever.

@@ -34,7 +34,7 @@ pub use postcopy::{PostcopyReceiver, PostcopyState, PostcopyWatch};
 pub(crate) use vmferry_protocol::target as session;
 
 use crate::arbiter::Arbiter;
-use crate::channel::{Listener, answer};
+use crate::channel::{Listener, Stream, TargetFeatures, answer, passes_descriptors};
 use crate::vm::warn_if_panics_abort;
 use crate::wake::{Ending, Wakers};
 use crate::{KnownPages, MigrateError, channel::Greeted};
@@ -48,7 +48,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_core::TargetVm;
-use vmferry_wire::{Hello, Refusal, RefusalCode, Role, arbiter_digest};
+use vmferry_wire::{FEATURE_LOCAL_MEMORY, Hello, Refusal, RefusalCode, Role, arbiter_digest};
 
 /// Settings of a wait for a guest, and the means to stop the wait.
 ///
@@ -62,6 +62,7 @@ pub struct Arrival {
     stay_awake: bool,
     arbiter: Option<Arc<dyn Arbiter>>,
     known_pages: Option<Arc<KnownPages>>,
+    local_memory: bool,
     undecided: Mutex<Option<String>>,
     wakers: Wakers,
     #[cfg(test)]
@@ -80,6 +81,7 @@ impl Arrival {
             stay_awake: true,
             arbiter: None,
             known_pages: None,
+            local_memory: false,
             undecided: Mutex::default(),
             wakers: Wakers::default(),
             #[cfg(test)]
@@ -111,6 +113,25 @@ impl Arrival {
     #[must_use]
     pub fn known_pages(self, known_pages: Option<Arc<KnownPages>>) -> Self {
         Self { known_pages: known_pages.filter(|known| known.pages() > 0), ..self }
+    }
+
+    /// Sets whether the target takes over the memory of a source on the same host that offers it
+    /// ([`MigrationMode::Local`](crate::MigrationMode::Local)), with
+    /// [`TargetVm::take_memory`]. The default is false: such a source is told that the target does
+    /// not support this.
+    ///
+    /// If this is true, memory is taken from processes of the same user and of root, over Unix
+    /// sockets only. The source process keeps its mapping of the memory until it ends.
+    #[must_use]
+    pub fn local_memory(self, takes: bool) -> Self {
+        Self { local_memory: takes, ..self }
+    }
+
+    /// Returns the features of this target that depend on its settings, for a source on `control`.
+    fn features(&self, control: &Stream, hello: &Hello) -> TargetFeatures {
+        let asked = hello.features & FEATURE_LOCAL_MEMORY != 0;
+        let local_memory = asked && self.local_memory && passes_descriptors(control).is_ok();
+        TargetFeatures { known_pages: self.known_pages.is_some(), local_memory }
     }
 
     /// Returns the reason why the owner of the guest is unknown, or `None` if the owner is known.

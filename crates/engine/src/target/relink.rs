@@ -41,7 +41,7 @@ impl Link {
         self.attempt += 1;
         self.control = incoming.stream;
         self.control.set_timeouts(Some(peer_timeout), Some(peer_timeout))?;
-        self.read_control(peer_timeout)
+        self.read_control(peer_timeout, false)
     }
 
     /// Ends every channel and its thread.

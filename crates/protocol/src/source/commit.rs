@@ -187,12 +187,12 @@ impl Committed {
             (Kind::HandOver, _) => {
                 Recovery::begin(context, now, History::begin(now), Owner::Unknown, Reopen::Itself(why))
             }
-            (Kind::Complete, Some(claim)) => {
+            (Kind::Complete | Kind::Shared, Some(claim)) => {
                 let claim = claim.begin(HEAD_START);
                 let actions = [Action::Disconnect].into_iter().chain(claim).collect();
                 (State::Claiming(Claiming { why, told: false, since: now }), actions)
             }
-            (Kind::Complete, None) => finish(Outcome::Unknown(why)),
+            (Kind::Complete | Kind::Shared, None) => finish(Outcome::Unknown(why)),
         }
     }
 }

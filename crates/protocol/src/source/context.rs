@@ -150,7 +150,7 @@ impl SourceContext {
     pub(super) fn io_patience(&self) -> Duration {
         let limit = self.settings.downtime_limit;
         let auto = self.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);
-        let postcopy = self.settings.mode != MigrationMode::Precopy || auto;
+        let postcopy = matches!(self.settings.mode, MigrationMode::Postcopy | MigrationMode::Hybrid) || auto;
         if postcopy { limit.max(LEAST_IO_PATIENCE) } else { limit }
     }
 }

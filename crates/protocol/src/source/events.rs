@@ -200,6 +200,9 @@ pub enum Action {
         /// ([`ToSource::UnknownPages`]).
         unknown: Vec<u8>,
     },
+    /// Send [`ToTarget::LocalMemory`] with the descriptors of the guest's memory. Report
+    /// [`Event::LocalFailure`] if the VM does not share its memory.
+    ShareMemory,
     /// Start the tracker of dirty pages.
     StartTracker,
     /// Perform a trial pause to measure the cost of stopping the guest.

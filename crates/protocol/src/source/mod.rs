@@ -14,7 +14,7 @@
 //! | `Setup` | agrees with the target on the machine and opens channels | runs on the source |
 //! | `Precopy` | sends passes over memory | runs on the source |
 //! | `Stopping` | pauses the guest and saves its device state; may still resume the guest and try again later | is paused |
-//! | `Switchover` | sends the last pages, or names the missing pages | is paused |
+//! | `Switchover` | sends the last pages, or names the missing pages, or does neither if the target has mapped the memory | is paused |
 //! | `Committed` | has told the target to run the guest, and awaits its answer | is paused |
 //! | `Claiming` | has lost the link after the commit, and asks the arbiter | is paused |
 //! | `Postcopy` | sends the missing pages | runs on the target |
@@ -155,6 +155,7 @@ impl State {
         match self.step() {
             Step::Setup(setup::Step::AwaitAccept) => Some("accepted the guest"),
             Step::Setup(setup::Step::Opening { opened: true, .. }) => Some("taken its channels"),
+            Step::Setup(setup::Step::SharingMemory) => Some("mapped the memory of the guest"),
             Step::Precopy(precopy::Step::Preparing { .. }) => Some("prepared its VM"),
             Step::Precopy(precopy::Step::Passing { sent: Some(_), streamed: Some(_), .. })
             | Step::Switchover(switchover::Step::LastPass { sent: true, .. }) => {

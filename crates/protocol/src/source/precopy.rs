@@ -315,7 +315,7 @@ impl Precopy {
     fn stop(self: Box<Self>, context: &SourceContext, kind: Kind) -> Next {
         let (within, predicted) = match kind {
             Kind::Complete => (self.io_may_take(context), self.predicted(context)),
-            Kind::HandOver => (context.io_patience(), None),
+            Kind::HandOver | Kind::Shared => (context.io_patience(), None),
         };
         Stopping::begin(Origin::Precopy(self), kind, within, predicted)
     }

@@ -29,6 +29,9 @@ pub enum MigrationMode {
     /// The guest moves to the target after precopy passes, which continue for as long as they
     /// shrink. If the downtime would then be too long, the remaining pages follow in postcopy.
     Hybrid,
+    /// The guest moves to a target on the same host, which maps the guest's memory. No page is
+    /// sent.
+    Local,
 }
 
 impl std::fmt::Display for MigrationMode {
@@ -37,6 +40,7 @@ impl std::fmt::Display for MigrationMode {
             Self::Precopy => "precopy",
             Self::Postcopy => "postcopy",
             Self::Hybrid => "hybrid",
+            Self::Local => "local",
         })
     }
 }
@@ -107,9 +111,14 @@ impl Settings {
 
     /// Returns true if the guest may run on the target before all of its memory has arrived.
     pub fn may_hand_over(&self) -> bool {
-        self.mode != MigrationMode::Precopy
-            || self.on_timeout == OnTimeout::Postcopy
-            || self.auto.as_ref().is_some_and(|auto| auto.postcopy)
+        match self.mode {
+            MigrationMode::Postcopy | MigrationMode::Hybrid => true,
+            MigrationMode::Precopy => {
+                self.on_timeout == OnTimeout::Postcopy || self.auto.as_ref().is_some_and(|auto| auto.postcopy)
+            }
+            // The target has all of the memory before it has the guest.
+            MigrationMode::Local => false,
+        }
     }
 
     /// Returns the mode for the message to the target.

@@ -1,5 +1,6 @@
 //! Setup phase, from the hello to the first pass: the target accepts the guest, the channels are
-//! opened, and tracking starts.
+//! opened, and tracking starts. In local mode, no pass follows: the target maps the memory, and the
+//! guest is stopped.
 
 use super::context::SourceContext;
 use super::precopy::Precopy;
@@ -27,8 +28,10 @@ pub(super) enum Step {
         up: bool,
     },
     StartingTracker,
-    /// In postcopy mode, the guest could not be stopped because of its I/O, and the source waits
-    /// for the next attempt. No page was sent, and nothing is tracked.
+    /// In local mode, the target maps the memory of the guest, which still runs on the source.
+    SharingMemory,
+    /// In postcopy and local mode, the guest could not be stopped because of its I/O, and the
+    /// source waits for the next attempt. No page was sent, and nothing is tracked.
     WaitingForIo,
 }
 
@@ -58,6 +61,7 @@ impl Setup {
                 self.opening(context, opened, true)
             }
             (Step::StartingTracker, Event::TrackerStarted) => Precopy::begin(context, now),
+            (Step::SharingMemory, Event::Message(ToSource::MemoryTaken)) => self.stop(context),
             (step, event) => {
                 ending::give_up(Outcome::Failed(misplaced(&event, super::Step::Setup(step))), true)
             }
@@ -73,14 +77,24 @@ impl Setup {
             .zip(&context.streams)
             .map(|(stream, name)| Action::Send(ToTarget::StreamOpen { stream, name: name.clone() }));
         let mut actions: Vec<_> = streams.collect();
-        if context.settings.mode == MigrationMode::Postcopy {
-            // No page is sent before the switchover, so nothing needs to be tracked.
-            let (state, stop) = self.stop(context);
-            actions.extend(stop);
-            return (state, actions);
+        match context.settings.mode {
+            MigrationMode::Postcopy => {
+                // No page is sent before the switchover, so nothing needs to be tracked.
+                let (state, stop) = self.stop(context);
+                actions.extend(stop);
+                return (state, actions);
+            }
+            MigrationMode::Local => {
+                // The target maps the memory before the guest is stopped, so that a target that
+                // cannot map it costs the guest no time.
+                self.step = Step::SharingMemory;
+                actions.push(Action::ShareMemory);
+            }
+            MigrationMode::Precopy | MigrationMode::Hybrid => {
+                self.step = Step::StartingTracker;
+                actions.push(Action::StartTracker);
+            }
         }
-        self.step = Step::StartingTracker;
-        actions.push(Action::StartTracker);
         (State::Setup(self), actions)
     }
 
@@ -95,6 +109,8 @@ impl Setup {
     }
 
     fn stop(self, context: &SourceContext) -> Next {
-        Stopping::begin(Origin::Setup(self), Kind::HandOver, context.io_patience(), None)
+        let local = context.settings.mode == MigrationMode::Local;
+        let kind = if local { Kind::Shared } else { Kind::HandOver };
+        Stopping::begin(Origin::Setup(self), kind, context.io_patience(), None)
     }
 }

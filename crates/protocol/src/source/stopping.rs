@@ -15,7 +15,7 @@ use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 /// Phase to which the source returns if the guest's I/O does not quiesce.
 #[derive(Debug, Clone)]
 pub(super) enum Origin {
-    /// Setup of a migration in postcopy mode. No page was sent.
+    /// Setup of a migration in postcopy or local mode. No page was sent.
     Setup(Setup),
     Precopy(Box<Precopy>),
 }

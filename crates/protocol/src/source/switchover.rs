@@ -24,6 +24,17 @@ pub(super) enum Kind {
     Complete,
     /// Pages are missing and follow in postcopy. The target knows which pages are missing.
     HandOver,
+    /// The target has mapped the memory of the guest, and no page is sent.
+    ///
+    /// The memory needs no rule of its own for the question who may write it. The guest's writes
+    /// come from its vCPUs and devices, which are quiesced on the source from the pause on. On the
+    /// target, they begin with the start of the guest, after the commit. Therefore at most one
+    /// process writes the memory at any time, for the same reason for which the vCPUs of at most
+    /// one process run. The exception is saving and loading of device state, which may write the
+    /// memory while the guest is paused. Saving ends before the state is sent. What loading writes
+    /// must not change the guest, because the source may resume it afterwards
+    /// ([`TargetVm::take_memory`](vmferry_core::TargetVm::take_memory)).
+    Shared,
 }
 
 /// Switchover of the guest.
@@ -101,6 +112,12 @@ impl Switchover {
         if kind == Kind::HandOver && context.settings.mode == MigrationMode::Postcopy {
             // No harvest is needed, because every page is missing.
             return Box::new(switchover).name_missing(actions);
+        }
+        if kind == Kind::Shared {
+            // Every write is already in the memory of the target.
+            let (state, load) = Box::new(switchover).load();
+            actions.extend(load);
+            return (state, actions);
         }
         // The harvest must follow the saving of the state, because saving can write guest memory
         // (hazards.md 13). The state is sent before the harvest, so that it is on its way while the
@@ -293,7 +310,7 @@ impl Switchover {
         }
         self.step = Step::Loading;
         let load = match self.kind {
-            Kind::Complete => ToTarget::Load,
+            Kind::Complete | Kind::Shared => ToTarget::Load,
             Kind::HandOver => ToTarget::LoadLazily { pages: self.missing },
         };
         (State::Switchover(self), vec![Action::Send(load)])

@@ -48,7 +48,8 @@ use start::{Claiming, Starting};
 use std::time::Duration;
 use vmferry_core::{MachineConfig, RunState, Section, StreamName};
 use vmferry_wire::{
-    MissingPages, Mode, PagingFigures, Refusal, RefusalCode, RegionPage, RegionRun, ToSource, ToTarget, Token,
+    LocalRegion, MissingPages, Mode, PagingFigures, Refusal, RefusalCode, RegionPage, RegionRun, ToSource,
+    ToTarget, Token,
 };
 
 /// Event that the host of the target's session reports.
@@ -113,6 +114,8 @@ pub enum Event {
     PeerLost(String),
     /// This host can receive pages while the guest runs.
     Prepared,
+    /// The VM has mapped the memory of the source's guest.
+    MemoryTaken,
     /// The VM has prepared itself with the state of a trial pause.
     VmPrepared {
         /// Time that loading the device state and starting the guest are expected to take after the
@@ -175,6 +178,9 @@ pub enum Action {
         /// Number of the stream.
         stream: u32,
     },
+    /// Let the VM map the descriptors that came with [`ToTarget::LocalMemory`], and report
+    /// [`Event::MemoryTaken`] or [`Event::LocalFailure`].
+    TakeMemory(Vec<LocalRegion>),
     /// Let the VM prepare itself with this device state of a trial pause, and report
     /// [`Event::VmPrepared`] or [`Event::LocalFailure`].
     PrepareVm(Vec<Section>),
@@ -294,6 +300,8 @@ struct TargetContext {
     load_us: Option<u64>,
     /// True if the VM prepares itself with the state of a trial pause.
     wants_trial: bool,
+    /// True if the source and the target have agreed that the VM maps the guest's memory.
+    takes_memory: bool,
     /// State in which the operator of the source wants the guest to be.
     wanted: RunState,
     mode: Mode,
@@ -368,6 +376,7 @@ impl Session {
             with_arbiter: false,
             load_us: None,
             wants_trial: false,
+            takes_memory: false,
             wanted: RunState::Running,
             mode: Mode::Precopy,
             channels: Channels { bulk: 0, urgent: 0, probe: false },
@@ -388,6 +397,13 @@ impl Session {
     /// supports this.
     pub fn wanting_trial(mut self, wants: bool) -> Self {
         self.context.wants_trial = wants;
+        self
+    }
+
+    /// Sets whether the VM maps the memory of a guest from the same host. Pass true only if the
+    /// reply to the source's hello has the feature for this. The default is false.
+    pub fn taking_memory(mut self, takes: bool) -> Self {
+        self.context.takes_memory = takes;
         self
     }
 

@@ -18,6 +18,7 @@ impl Session {
             with_arbiter: _,
             load_us: _,
             wants_trial: _,
+            takes_memory: _,
             wanted,
             mode: _,
             channels,

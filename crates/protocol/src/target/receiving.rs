@@ -5,7 +5,8 @@ use super::ready::Ready;
 use super::{Action, Channels, Event, Memory, Next, State, TargetContext, fail, misplaced};
 use vmferry_core::{RunState, Section};
 use vmferry_wire::{
-    MAX_SECTIONS, MAX_STATE_BYTES, MAX_STREAM_BYTES, MAX_STREAMS, Refusal, RefusalCode, ToSource, ToTarget,
+    LocalRegion, MAX_SECTIONS, MAX_STATE_BYTES, MAX_STREAM_BYTES, MAX_STREAMS, Refusal, RefusalCode,
+    ToSource, ToTarget,
 };
 
 /// Device state that has arrived so far.
@@ -55,6 +56,17 @@ enum Trial {
     Preparing,
 }
 
+/// Memory that the VM maps instead of receiving pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum LocalMemory {
+    /// The source has sent no descriptors, and may send pages.
+    None,
+    /// The VM maps the memory.
+    Mapping,
+    /// The VM has mapped the memory. It contains every page of the guest.
+    Taken,
+}
+
 /// Reception of the guest.
 #[derive(Debug, Clone)]
 pub(super) struct Receiving {
@@ -68,6 +80,7 @@ pub(super) struct Receiving {
     verify_pass: Option<u32>,
     /// True if no page has a digest mismatch after the last received pass.
     clean: bool,
+    memory: LocalMemory,
     trial: Trial,
     state: DeviceState,
     /// For each stream of device state, true if it is complete.
@@ -82,6 +95,7 @@ impl Receiving {
             last_pass: None,
             verify_pass: None,
             clean: false,
+            memory: LocalMemory::None,
             trial: if wants_trial { Trial::Coming(DeviceState::default()) } else { Trial::NotWanted },
             state: DeviceState::default(),
             streams: Vec::new(),
@@ -90,6 +104,19 @@ impl Receiving {
 
     pub(super) fn handle(mut self: Box<Self>, context: &mut TargetContext, event: Event) -> Next {
         match event {
+            // Pages of such a source would be written over the memory of a guest that runs.
+            event if self.memory != LocalMemory::None && is_for_pages(&event) => {
+                fail(misplaced(&event, "mapping the memory of the guest"))
+            }
+            Event::Message(ToTarget::LocalMemory { regions })
+                if context.takes_memory && !self.has_begun_passes() =>
+            {
+                self.map_memory(regions)
+            }
+            Event::MemoryTaken if self.memory == LocalMemory::Mapping => {
+                self.memory = LocalMemory::Taken;
+                self.stay(vec![Action::Send(ToSource::MemoryTaken)])
+            }
             Event::Message(ToTarget::Pass { .. }) => self.stay(Vec::new()),
             Event::Message(ToTarget::Final { pass }) => {
                 self.last_pass = Some(pass);
@@ -145,6 +172,16 @@ impl Receiving {
             }
             event => fail(misplaced(&event, "receiving the guest")),
         }
+    }
+
+    /// Returns true if the source has begun to send pages.
+    fn has_begun_passes(&self) -> bool {
+        self.last_pass.is_some() || self.barriers.iter().any(|ended| *ended > 0)
+    }
+
+    fn map_memory(mut self: Box<Self>, regions: Vec<LocalRegion>) -> Next {
+        self.memory = LocalMemory::Mapping;
+        self.stay(vec![Action::TakeMemory(regions)])
     }
 
     fn stay(self: Box<Self>, actions: Vec<Action>) -> Next {
@@ -265,7 +302,8 @@ impl Receiving {
     fn load(self) -> Next {
         let arrived = self.last_pass.is_some_and(|pass| self.received > pass);
         let complete = self.state_is_complete();
-        if !(arrived && self.clean && complete) {
+        let has_memory = self.memory == LocalMemory::Taken || (arrived && self.clean);
+        if !(has_memory && complete) {
             let detail = format!(
                 "Load arrived too early (last pass complete: {arrived}, no digest mismatch: {}, state complete: {complete})",
                 self.clean
@@ -293,8 +331,8 @@ impl Receiving {
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
-        let Self { barriers, received, last_pass, verify_pass, clean, trial, state, streams } = self;
-        (barriers, received, last_pass, verify_pass, clean, streams).hash(hasher);
+        let Self { barriers, received, last_pass, verify_pass, clean, memory, trial, state, streams } = self;
+        (barriers, received, last_pass, verify_pass, clean, memory, streams).hash(hasher);
         let figures =
             |DeviceState { sections, bytes, complete }: &DeviceState| (sections.len(), *bytes, *complete);
         figures(state).hash(hasher);
@@ -303,4 +341,21 @@ impl Receiving {
             figures(trial).hash(hasher);
         }
     }
+}
+
+/// Returns true for the events of pages and of their comparison, and for a second set of
+/// descriptors.
+fn is_for_pages(event: &Event) -> bool {
+    matches!(
+        event,
+        Event::Message(
+            ToTarget::Pass { .. }
+                | ToTarget::Final { .. }
+                | ToTarget::Verify { .. }
+                | ToTarget::Lacking(_)
+                | ToTarget::LoadLazily { .. }
+                | ToTarget::LocalMemory { .. }
+        ) | Event::Barrier { .. }
+            | Event::LookedUp { .. }
+    )
 }

@@ -8,7 +8,7 @@ use std::ffi::c_void;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_core::{LayoutError, RegionId};
 use vmferry_dirty::{PopulateError, TrackerError};
 
@@ -58,6 +58,17 @@ pub enum MemoryError {
         /// Backing of the memory.
         backing: Backing,
     },
+    /// Another process cannot map the memory.
+    #[error("the guest's memory is anonymous, so that no other process can map it; run the guest on a memfd")]
+    NotShared,
+    /// The memory of another process cannot be mapped.
+    #[error("cannot map the memory of {region} from another process: {why}")]
+    Take {
+        /// Region of the memory.
+        region: RegionId,
+        /// The reason.
+        why: String,
+    },
     /// The range is not guest RAM.
     #[error("{what} is not in guest memory")]
     NotRam {
@@ -66,6 +77,8 @@ pub enum MemoryError {
     },
 }
 
+/// Type of the file system of memfds of huge pages (statfs(2)).
+pub(super) const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
 /// Alignment of mappings in bytes. With it, guest and host agree on the start of a 2 MiB page.
 /// Otherwise KVM could never map one.
 const ALIGN: usize = 2 << 20;
@@ -82,13 +95,19 @@ pub(crate) enum Behind {
     Private { file: Arc<OwnedFd>, offset: u64 },
 }
 
+/// Memory of a mapping, and its kind.
+#[derive(Debug)]
+struct Memory {
+    backing: Backing,
+    behind: Behind,
+}
+
 /// Memory mapped readable and writable, unmapped when dropped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     len: usize,
-    backing: Backing,
-    behind: Mutex<Behind>,
+    memory: Mutex<Memory>,
 }
 
 // SAFETY: a `Mapping` is an address range and its files; it returns only the address, and code that
@@ -118,7 +137,7 @@ impl Mapping {
         };
         let start = map_aligned(size, backing, file.as_ref()).map_err(failed)?;
         let behind = file.map_or(Behind::Anonymous, |file| Behind::Shared(Arc::new(file)));
-        Ok(Self { start, len: size, backing, behind: Mutex::new(behind) })
+        Ok(Self { start, len: size, memory: Mutex::new(Memory { backing, behind }) })
     }
 
     /// Returns the address of the first byte.
@@ -128,20 +147,25 @@ impl Mapping {
 
     /// Returns the backing of the memory.
     pub(crate) fn backing(&self) -> Backing {
-        self.backing
+        self.memory().backing
     }
 
     /// Returns the memory behind the mapping.
     pub(crate) fn behind(&self) -> Behind {
-        self.behind.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.memory().behind.clone()
     }
 
     /// Calls `change`, which replaces the mapping at its addresses, and records its result. No
     /// other replacement happens meanwhile.
-    pub(crate) fn change<E>(&self, change: impl FnOnce() -> Result<Behind, E>) -> Result<(), E> {
-        let mut behind = self.behind.lock().unwrap_or_else(PoisonError::into_inner);
-        *behind = change()?;
+    pub(crate) fn change<E>(&self, change: impl FnOnce() -> Result<(Backing, Behind), E>) -> Result<(), E> {
+        let mut memory = self.memory();
+        let (backing, behind) = change()?;
+        *memory = Memory { backing, behind };
         Ok(())
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Asks the kernel for huge pages.

@@ -1,6 +1,6 @@
 //! RAM of a guest.
 
-use super::mapping::{Behind, Mapping, MemoryError, memfd};
+use super::mapping::{Behind, HUGETLBFS_MAGIC, Mapping, MemoryError, memfd};
 use super::marks::WriteMarks;
 use crate::options::VmOptions;
 use rustix::fs::MemfdFlags;
@@ -11,7 +11,8 @@ use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{
-    BranchMemory, BranchRegion, Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, RetiredMemory, Window,
+    BranchMemory, BranchRegion, Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, RetiredMemory,
+    SharedRegion, Window,
 };
 use vmferry_dirty::{Backing, MappedRegion, Prealloc, TrackerError};
 use vmferry_engine::{GuestMemory, VmError};
@@ -77,27 +78,46 @@ impl RamRegion {
 
     /// Replaces the mapping by a private mapping of `from`.
     fn adopt(&self, from: &BranchRegion, retired: &mut RetiredMemory) -> Result<(), MemoryError> {
-        let mapped = self.mapped();
+        let (mapped, backing) = (self.mapped(), self.mapping.backing());
         self.mapping.change(|| {
             // SAFETY: this region owns the mapping; this crate makes no references to guest bytes
             // other than to atomics, which the new mapping also has. The engine has checked length
             // and seals of the file, or the caller owns it.
             let (_, old) = unsafe { vmferry_dirty::adopt(&mapped, from) }.map_err(MemoryError::Branch)?;
             retired.push(old);
-            Ok(Behind::Private { file: Arc::clone(&from.file), offset: from.offset })
+            Ok((backing, Behind::Private { file: Arc::clone(&from.file), offset: from.offset }))
         })
     }
 
     /// Replaces a private mapping by new memory, which is zeros.
     pub(super) fn renew(&self) -> Result<(), MemoryError> {
-        let (mapped, len) = (self.mapped(), self.region.len);
+        let (mapped, len, backing) = (self.mapped(), self.region.len, self.mapping.backing());
         self.mapping.change(|| {
             let file = memfd(len, MemfdFlags::empty());
-            let backing = self.mapping.backing();
             let file = Arc::new(file.map_err(|source| MemoryError::Map { len, backing, source })?);
             // SAFETY: as in `adopt`; the file is new and has the length of the region.
             unsafe { vmferry_dirty::renew(&mapped, Arc::clone(&file)) }.map_err(MemoryError::Branch)?;
-            Ok(Behind::Shared(file))
+            Ok((backing, Behind::Shared(file)))
+        })
+    }
+
+    /// Replaces the memory by `file`, the memory of another process. The file must have the length
+    /// of the region, and must be sealed against shrinking.
+    ///
+    /// # Safety
+    /// No thread writes the memory during the call.
+    unsafe fn take(&self, file: Arc<OwnedFd>) -> Result<(), MemoryError> {
+        let failed = |why: String| MemoryError::Take { region: self.region.id, why };
+        let fs = rustix::fs::fstatfs(&file).map_err(|error| failed(error.to_string()))?;
+        let huge = fs.f_type == rustix::fs::FsWord::from(HUGETLBFS_MAGIC);
+        let backing = if huge { crate::Backing::HugePages } else { crate::Backing::Memfd };
+        let mapped = self.mapped();
+        self.mapping.change(|| {
+            // SAFETY: as in `adopt`; the caller guarantees the length of the file, and that no
+            // thread writes the memory.
+            unsafe { vmferry_dirty::renew(&mapped, Arc::clone(&file)) }
+                .map_err(|error| failed(error.to_string()))?;
+            Ok((backing, Behind::Shared(file)))
         })
     }
 
@@ -179,6 +199,41 @@ impl GuestRam {
         let map = view(&regions)?;
         let (huge_pages, prealloc) = (options.huge_pages, options.prealloc);
         Ok(Self { layout, map, regions, huge_pages, prealloc, notes })
+    }
+
+    /// Returns the RAM as memfds that another process can map.
+    ///
+    /// # Errors
+    /// Returns [`MemoryError::NotShared`] if the memory is anonymous.
+    pub(crate) fn shared(&self) -> Result<Vec<SharedRegion>, MemoryError> {
+        let shared = |ram: &RamRegion| {
+            let Behind::Shared(file) = ram.behind() else { return Err(MemoryError::NotShared) };
+            Ok(SharedRegion { region: ram.region.id, len: ram.region.len, file, offset: 0 })
+        };
+        self.regions.iter().map(shared).collect()
+    }
+
+    /// Replaces the RAM by memory that another process shares, at the same addresses.
+    ///
+    /// # Errors
+    /// Returns [`MemoryError::Take`] if a file cannot be mapped. Some regions may have been
+    /// replaced.
+    ///
+    /// # Safety
+    /// No thread writes the RAM during the call, and no guest runs on it.
+    pub(crate) unsafe fn take(&self, regions: Vec<SharedRegion>) -> Result<(), MemoryError> {
+        for SharedRegion { region, len, file, offset } in regions {
+            let failed = |why: String| MemoryError::Take { region, why };
+            let ram = self.region(region).filter(|ram| ram.region.len == len && offset == 0);
+            let ram = ram.ok_or_else(|| failed("it must begin at the start of a file of its own".into()))?;
+            // SAFETY: guaranteed by the caller.
+            unsafe { ram.take(file) }?;
+            if self.huge_pages && ram.backing() != crate::Backing::HugePages {
+                // Without the advice, the guest only runs on smaller pages.
+                let _ = ram.mapping.advise_huge();
+            }
+        }
+        Ok(())
     }
 
     /// Returns the layout of the RAM.
@@ -390,6 +445,31 @@ mod tests {
         let mut marked = vmferry_bitmap::Bitmap::new(2048);
         ram.regions()[0].marks().bitmap().harvest(&mut marked);
         assert!(marked.runs().eq(std::iter::once(2..4)));
+    }
+
+    #[test]
+    fn memory_is_taken_at_the_same_address() {
+        let options = |backing| {
+            let mut options = VmOptions::new((3 << 30) + (8 << 20), 1);
+            options.backing = backing;
+            options
+        };
+        let source = GuestRam::new(&options(crate::Backing::Memfd)).unwrap();
+        let target = GuestRam::new(&options(crate::Backing::Anonymous)).unwrap();
+        assert!(matches!(target.shared(), Err(MemoryError::NotShared)));
+        let high = GuestAddress(4 << 30);
+        source.map().write_slice(&[5], high).unwrap();
+        let before: Vec<_> = target.regions().iter().map(RamRegion::host).collect();
+        // SAFETY: only this thread knows the memory.
+        unsafe { target.take(source.shared().unwrap()) }.unwrap();
+        assert!(target.regions().iter().map(RamRegion::host).eq(before));
+        assert_eq!(target.map().read_obj::<u8>(high).unwrap(), 5);
+        target.map().write_slice(&[6], high).unwrap();
+        assert_eq!(source.map().read_obj::<u8>(high).unwrap(), 6);
+        assert!(target.regions().iter().all(|ram| ram.backing() == crate::Backing::Memfd));
+        drop(source);
+        assert_eq!(target.map().read_obj::<u8>(high).unwrap(), 6);
+        assert_eq!(target.shared().unwrap().len(), 2);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use crate::state::Saved;
 use crate::virtio::{self, VirtioMmio};
 use carrier::Carrier;
 use port::TapPort;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use vmferry_fault::PagingSlot;
 use vmferry_virtio::mmio::TransportSaved;
@@ -69,7 +70,7 @@ impl VmNet {
         instance: u32,
         (line, kicks): (Box<dyn Interrupt>, Option<Kicks>),
     ) -> Result<Self> {
-        let port = TapPort::open(options.tap.as_deref())?;
+        let port = TapPort::open(options)?;
         let mtu = port.mtu()?;
         let mac = options.mac.map_or_else(random_mac, Ok)?;
         let (wiring, socket) = virtio::wire(line);
@@ -100,6 +101,11 @@ impl VmNet {
     /// original's.
     pub(crate) fn renew_mac(&self) {
         self.control.renew_mac(self.mac);
+    }
+
+    /// Returns the descriptor of the tap, if there is one.
+    pub(crate) fn tap(&self) -> Option<BorrowedFd<'_>> {
+        self.control.port().frames()
     }
 
     pub(crate) fn status(&self) -> NetStatus {

@@ -1,9 +1,11 @@
 //! Tap as a network device's port.
 
 use crate::error::Result;
+use crate::options::{NetOptions, OpenTap};
 use rustix::event::EventfdFlags;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 use vmferry_sys::tap;
@@ -18,7 +20,7 @@ const _: () = assert!(HEADER == tap::HEADER);
 #[derive(Debug)]
 struct Tap {
     name: String,
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
 }
 
 /// Tap, and the bell of the thread that carries its frames. A port without a tap behaves like one
@@ -30,13 +32,23 @@ pub(crate) struct TapPort {
 }
 
 impl TapPort {
-    /// Opens the tap `name`, if there is one.
+    /// Opens the tap of `options`, if there is one, or takes it from another process that has opened
+    /// it.
     ///
     /// # Errors
     /// Returns the [`tap::TapError`] unchanged.
-    pub(crate) fn open(name: Option<&str>) -> Result<Self> {
-        let open = |name: &str| Ok::<_, tap::TapError>(Tap { name: name.to_owned(), fd: tap::open(name)? });
-        let tap = name.map(open).transpose()?;
+    pub(crate) fn open(options: &NetOptions) -> Result<Self> {
+        let open = |name: &String| {
+            let fd = match &options.open {
+                Some(OpenTap(fd)) => {
+                    tap::check(fd.as_fd(), name)?;
+                    Arc::clone(fd)
+                }
+                None => Arc::new(tap::open(name)?),
+            };
+            Ok::<_, tap::TapError>(Tap { name: name.clone(), fd })
+        };
+        let tap = options.tap.as_ref().map(open).transpose()?;
         let bell = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
         let bell = bell.map_err(|error| super::no_thread(error.into()))?;
         Ok(Self { tap, bell })

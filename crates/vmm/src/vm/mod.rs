@@ -418,6 +418,15 @@ impl Vm {
         &self.model
     }
 
+    /// Returns an error unless this VM waits for a guest and has none.
+    pub(crate) fn expect_empty(&self, what: &'static str) -> Result<()> {
+        if !self.incoming {
+            let why = "the VM was not created to receive a guest".to_owned();
+            return Err(Error::WrongState { what, why });
+        }
+        self.expect(what, &[Stage::Empty])
+    }
+
     fn expect(&self, what: &'static str, stages: &[Stage]) -> Result<()> {
         if stages.contains(&self.stage) {
             return Ok(());

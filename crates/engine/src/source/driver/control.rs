@@ -2,11 +2,12 @@
 
 use super::Context;
 use crate::MigrateError;
-use crate::channel::{Stream, read_message, send_message};
+use crate::channel::{SendError, Stream, read_message, send_message, send_message_with};
 use crate::heartbeat::Heartbeat;
 use crate::source::inbox::{Input, Numbered};
 use crate::vm::caught_io;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::thread::Scope;
@@ -68,7 +69,23 @@ impl Control {
             }
             _ => context.settings.peer_timeout,
         };
-        send_message(&self.stream, message, longest).map_err(|failed| {
+        self.told(message, send_message(&self.stream, message, longest))
+    }
+
+    /// Sends `message` with `descriptors`, in the same way.
+    pub(super) fn send_with(
+        &self,
+        context: &Context<'_>,
+        message: &ToTarget,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), NotSent> {
+        let longest = context.settings.peer_timeout;
+        self.told(message, send_message_with(&self.stream, message, descriptors, longest))
+    }
+
+    /// Returns the result of sending `message` with the reason of a failure.
+    fn told(&self, message: &ToTarget, sent: Result<(), SendError>) -> Result<(), NotSent> {
+        sent.map_err(|failed| {
             let too_large = failed.wire_error().filter(|error| matches!(error, WireError::TooLarge { .. }));
             let too_large = too_large.map(|error| {
                 let what = match message {
