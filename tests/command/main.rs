@@ -23,5 +23,6 @@ mod sandbox;
 mod support;
 mod terminal;
 mod threads;
+mod upgrade;
 mod usage;
 mod watching;

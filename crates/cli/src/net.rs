@@ -1,19 +1,60 @@
 //! Option `--net`.
 
+use crate::descriptors::Inherited;
+use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use vmferry_vmm::{Mac, NetOptions, NetStatus, VmHandle};
+use vmferry_vmm::{Mac, NetOptions, NetStatus, OpenTap, VmHandle};
 
 /// Form of the option, for errors.
 const FORM: &str = "write tap=NAME, or tap=NAME,mac=52:54:00:12:34:56";
 
+/// Network interface of the command line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NetArg {
+    options: NetOptions,
+    /// Number of the inherited descriptor of the tap, in the command line of a successor.
+    fd: Option<i32>,
+}
+
+/// Returns the options of the interfaces `args`, with their inherited taps.
+///
+/// # Errors
+/// If a descriptor was not inherited.
+pub(crate) fn options(args: &[NetArg], inherited: &mut Inherited) -> Result<Vec<NetOptions>> {
+    let one = |NetArg { options, fd }: &NetArg| {
+        let mut options = options.clone();
+        if let Some(number) = fd {
+            let tap = inherited.remove(*number).with_context(|| format!("--net tap={}", options.tap))?;
+            options.open = Some(OpenTap::new(tap));
+        }
+        Ok(options)
+    };
+    args.iter().map(one).collect()
+}
+
+/// Returns the value of `--net` for a successor that inherits the tap as descriptor `number`.
+pub(crate) fn with_descriptor(value: &str, number: i32) -> String {
+    let parts = value.split(',').filter(|part| !part.starts_with(DESCRIPTOR));
+    let parts = parts.map(str::to_owned).chain([format!("{DESCRIPTOR}{number}")]);
+    parts.collect::<Vec<_>>().join(",")
+}
+
+/// Beginning of the part of an interface with the number of an inherited descriptor. The option of
+/// an inherited metrics socket ends with the same text.
+pub(crate) const DESCRIPTOR: &str = "descriptor=";
+
 /// Parses a tap, and optionally the guest's MAC address.
-pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
-    let (mut tap, mut mac) = (None, None);
+pub(crate) fn net(text: &str) -> Result<NetArg, String> {
+    let (mut tap, mut mac, mut fd) = (None, None, None);
     for part in text.split(',') {
         let twice = match part.split_once('=') {
             Some(("tap", name)) if !name.is_empty() => tap.replace(name).is_some(),
             Some(("mac", address)) => {
                 mac.replace(address.parse::<Mac>().map_err(|error| error.to_string())?).is_some()
+            }
+            Some(("descriptor", number)) => {
+                let number = number.parse().map_err(|_| format!("'{number}' is not a descriptor"))?;
+                fd.replace(number).is_some()
             }
             _ => return Err(format!("'{part}' is neither tap=NAME nor mac=MAC; {FORM}")),
         };
@@ -23,7 +64,7 @@ pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
     }
     let mut options = NetOptions::new(tap.ok_or_else(|| format!("the tap is missing; {FORM}"))?);
     options.mac = mac;
-    Ok(options)
+    Ok(NetArg { options, fd })
 }
 
 /// Returns the state of a guest's network interfaces, in their order.
@@ -46,10 +87,10 @@ mod tests {
 
     #[test]
     fn interfaces_are_taps_that_may_have_an_address() {
-        let options = net("tap=tap0").unwrap();
+        let options = net("tap=tap0").unwrap().options;
         assert_eq!((options.tap.as_str(), options.mac), ("tap0", None));
         for text in ["tap=a.1,mac=52:54:00:12:34:56", "mac=52:54:00:12:34:56,tap=a.1"] {
-            let options = net(text).unwrap();
+            let options = net(text).unwrap().options;
             assert_eq!(options.tap, "a.1");
             assert_eq!(options.mac.map(|mac| mac.to_string()).as_deref(), Some("52:54:00:12:34:56"));
         }
@@ -58,6 +99,9 @@ mod tests {
         {
             assert!(net(bad).unwrap_err().contains(FORM), "{bad}");
         }
+        let passed = with_descriptor("tap=a.1,mac=52:54:00:12:34:56", 7);
+        assert_eq!(net(&passed).unwrap().fd, Some(7));
+        assert_eq!(net(&with_descriptor(&passed, 9)).unwrap().fd, Some(9));
         for bad in ["tap=a,mac=", "tap=a,mac=53:54:00:12:34:56", "tap=a,mac=52:54:00:12:34"] {
             assert!(net(bad).unwrap_err().contains("not a MAC address"), "{bad}");
         }

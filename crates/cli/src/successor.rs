@@ -119,7 +119,8 @@ impl SuccessorArguments {
 
     /// Returns the value of the first option `name`, if the option is given with a value.
     pub(crate) fn value(&self, name: &str) -> Option<&OsStr> {
-        self.values(name).next()
+        let named = self.options.iter().find(|option| option.name == name && option.value.is_some())?;
+        named.value.as_deref()
     }
 
     /// Returns the values of all options `name`.
@@ -142,6 +143,12 @@ impl SuccessorArguments {
     /// Adds the option `name` with `value`.
     pub(crate) fn with(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.options.push(RunOption { name: name.to_owned(), value: Some(value.into()) });
+        self
+    }
+
+    /// Adds the option `name`, which has no value.
+    pub(crate) fn flag(mut self, name: &str) -> Self {
+        self.options.push(RunOption { name: name.to_owned(), value: None });
         self
     }
 

@@ -45,8 +45,17 @@ pub(super) const MIGRATE: &str = examples! {
     "  --max-bandwidth 2gbit --timeout 2m --on-timeout postcopy"
     "# Write a copy of the guest into a file, and keep the guest running"
     "vmferry migrate --api vm.sock file:vm.saved --keep-running"
+    "# Hand the guest to another process of this host, without copying its memory"
+    "vmferry migrate --api vm.sock unix:target.sock --local"
     "# Write a report for programs"
     "vmferry migrate --api vm.sock unix:target.sock --json report.json"
+};
+
+pub(super) const UPGRADE: &str = examples! {
+    "# Start a guest that can be upgraded"
+    "vmferry run --memory 4G --memory-backing memfd --kernel vmlinuz --api vm.sock"
+    "# Continue it with another version of vmferry"
+    "vmferry upgrade --api vm.sock --binary /usr/local/bin/vmferry.new"
 };
 
 pub(super) const PAUSE: &str = examples! { "vmferry pause --api vm.sock" };
