@@ -25,5 +25,6 @@ mod snapshot;
 mod support;
 mod terminal;
 mod threads;
+mod upgrade;
 mod usage;
 mod watching;

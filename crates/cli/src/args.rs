@@ -14,7 +14,7 @@ use crate::choices::{
 use crate::codecs::EncodingArgs;
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
-use crate::net::net;
+use crate::net::{NetArg, net};
 use crate::plan::PlanArgs;
 use crate::report::ReportArgs;
 use crate::sandbox::{SandboxArg, SandboxArgs};
@@ -31,7 +31,6 @@ pub(crate) use values::{rate, size, time};
 use vmferry_baselines::Policy;
 use vmferry_engine::{TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
-use vmferry_vmm::NetOptions;
 
 /// Run virtual machines, and move running ones between hosts
 #[derive(Debug, Parser)]
@@ -44,7 +43,7 @@ pub(crate) struct Cli {
 /// Groups of commands in the help, with their headings.
 const GROUPS: [(&str, &[&str]); 4] = [
     ("Guests", &["run", "branch", "pause", "resume", "powerdown", "balloon", "snapshot", "quit"]),
-    ("Migrations", &["migrate", "plan", "cancel", "switch", "recover", "demo"]),
+    ("Migrations", &["migrate", "upgrade", "plan", "cancel", "switch", "recover", "demo"]),
     ("Measurements", &["status", "top", "dirty-rate", "report"]),
     ("Host", &["check", "completions", "man"]),
 ];
@@ -99,6 +98,13 @@ pub(crate) enum Command {
     /// The guest is paused only to save its device state. The file has the state of that instant.
     #[command(after_long_help = examples::SNAPSHOT)]
     Snapshot(SnapshotArgs),
+    /// Continue a guest in a new process, without copying its memory
+    ///
+    /// The new process runs another version of vmferry, or the same one, with the options of the
+    /// old process. It has the control socket of the old process afterwards. If anything fails, the
+    /// guest stays in the old process.
+    #[command(after_long_help = examples::UPGRADE)]
+    Upgrade(UpgradeArgs),
     /// Stop the guest's vCPUs
     #[command(after_long_help = examples::PAUSE)]
     Pause(ApiArgs),
@@ -406,7 +412,7 @@ pub(crate) struct RunArgs {
     /// from another host keeps its MAC address. Source and target need the same number of --net
     /// options.
     #[arg(long = "net", value_name = "tap=NAME|none[,mac=MAC]", value_parser = net, help_heading = heading::DEVICES)]
-    pub(crate) nets: Vec<NetOptions>,
+    pub(crate) nets: Vec<NetArg>,
     /// Give the restored copy of a guest new MAC addresses
     ///
     /// Use the option with --incoming file:PATH, if `migrate --keep-running` wrote the file. Each
@@ -436,6 +442,9 @@ pub(crate) struct RunArgs {
     /// Serve Prometheus metrics at this address, under /metrics
     #[arg(long, value_name = "HOST:PORT", value_parser = address, help_heading = heading::METRICS)]
     pub(crate) metrics: Option<SocketAddr>,
+    /// Inherited socket that listens at the address of --metrics
+    #[arg(long, hide = true, requires = "metrics", value_name = "N")]
+    pub(crate) metrics_descriptor: Option<i32>,
     /// Let other hosts read the metrics, without encryption or login
     #[arg(long, requires = "metrics", help_heading = heading::METRICS)]
     pub(crate) metrics_public: bool,
@@ -496,6 +505,9 @@ pub(crate) struct RunArgs {
     /// End together with the process that started this one
     #[arg(long, hide = true)]
     pub(crate) die_with_parent: bool,
+    /// Take the place of the process at --api once the guest has arrived
+    #[arg(long, hide = true, requires_all = ["api", "incoming"])]
+    pub(crate) successor: bool,
     /// Time without a message after which the source is given up
     #[arg(long, default_value = "10s", value_name = "T", value_parser = positive_time, help_heading = heading::MIGRATION)]
     pub(crate) peer_timeout: Duration,
@@ -604,6 +616,13 @@ pub(crate) struct MigrateArgs {
     /// Compare every page on source and target while the guest is stopped
     #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) verify: bool,
+    /// Hand the guest to a process of this host without copying its memory
+    ///
+    /// The target is at unix:PATH. It maps the memory of the guest, which needs a guest that was
+    /// started with --memory-backing memfd or hugetlbfs. Source and target must run as the same
+    /// user. `vmferry upgrade` does the same, and also starts the target.
+    #[arg(long, help_heading = heading::MIGRATION)]
+    pub(crate) local: bool,
     /// With file:PATH: copy the guest into the file, and keep it running
     #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) keep_running: bool,
@@ -628,6 +647,27 @@ pub(crate) struct MigrateArgs {
     /// Write the progress as JSON lines to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) events: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct UpgradeArgs {
+    /// Control socket of the process whose guest continues in a new process
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+    /// Executable of the new process [default: this executable]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) binary: Option<PathBuf>,
+    /// Append the messages of the new process to this file
+    ///
+    /// By default, the new process has the standard error of this command.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) log: Option<PathBuf>,
+    /// Time within which the new process must be ready for the guest
+    #[arg(long, default_value = "30s", value_name = "T", value_parser = positive_time)]
+    pub(crate) start_timeout: Duration,
+    /// Write the report as JSON to this file (- for standard output)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_engine::{
-    DemandPaging, GuestMemory, MachineConfig, Migratable, RunState, Section, StateWriter, StreamName,
-    TargetVm, VmError,
+    DemandPaging, GuestMemory, MachineConfig, Migratable, RunState, Section, SharedRegion, StateWriter,
+    StreamName, TargetVm, VmError,
 };
 
 pub(crate) struct Arriving<'a> {
@@ -32,6 +32,10 @@ impl TargetVm for Arriving<'_> {
     fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
         self.paging = true;
         self.vm.demand_paging()
+    }
+
+    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+        self.vm.take_memory(regions)
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

@@ -83,9 +83,11 @@ fn after<'a>(word: &'a str, mark: &'a str) -> impl Iterator<Item = RawFd> + 'a {
     })
 }
 
-/// Descriptors that the command line passes: `fd:3,4`, `--pass-fd 5`, `--pass-fd=6`.
+/// Descriptors that the command line passes: `fd:3,4`, `--pass-fd 5`, `--pass-fd=6`, and those of a
+/// successor.
 fn passed(words: &[String]) -> impl Iterator<Item = RawFd> + '_ {
-    let named = words.iter().flat_map(|word| after(word, "fd:").chain(after(word, "--pass-fd=")));
+    let marks = ["fd:", "--pass-fd=", crate::net::DESCRIPTOR];
+    let named = words.iter().flat_map(move |word| marks.into_iter().flat_map(|mark| after(word, mark)));
     let pairs = words.windows(2).filter(|pair| pair[0] == "--pass-fd");
     named.chain(pairs.filter_map(|pair| pair[1].parse().ok()))
 }

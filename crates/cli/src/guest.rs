@@ -16,7 +16,8 @@ use vmferry_engine::{RunState, SourceVm, TargetVm};
 use vmferry_guest_abi::{GuestArgs, PANIC_EXIT, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
 use vmferry_vmm::{
-    Backing, BalloonHandle, CpuChoice, Exit, Kernel, Prealloc, SerialSink, Vm, VmHandle, VmOptions,
+    Backing, BalloonHandle, CpuChoice, Exit, Kernel, NetOptions, Prealloc, SerialSink, Vm, VmHandle,
+    VmOptions,
 };
 
 /// A machine. Its owner is the thread that runs it.
@@ -35,14 +36,15 @@ pub(crate) enum Probe {
 impl Machine {
     /// Makes the machine that `args` describe: loaded but not started, or empty for an arriving
     /// guest.
-    pub(crate) fn build(args: &RunArgs) -> Result<Self> {
+    /// `nets` are its network interfaces.
+    pub(crate) fn build(args: &RunArgs, nets: Vec<NetOptions>) -> Result<Self> {
         match args.guest {
-            GuestKind::Kvm => Self::build_kvm(args),
+            GuestKind::Kvm => Self::build_kvm(args, nets),
             GuestKind::Process => Self::build_process(args),
         }
     }
 
-    fn build_kvm(args: &RunArgs) -> Result<Self> {
+    fn build_kvm(args: &RunArgs, nets: Vec<NetOptions>) -> Result<Self> {
         let mut options = VmOptions::new(args.memory, args.cpus);
         options.backing = match args.memory_backing {
             BackingArg::Anonymous => Backing::Anonymous,
@@ -62,9 +64,9 @@ impl Machine {
         options.rng = args.rng == OnOff::On;
         options.kicks = args.ioeventfd == OnOff::On;
         options.disks = args.disks.iter().map(DiskArg::options).collect();
-        options.nets.clone_from(&args.nets);
+        options.nets = nets;
         options.new_macs = args.new_mac;
-        options.serial = serial(args.serial.as_deref())?;
+        options.serial = serial(args.serial.as_deref(), args.successor)?;
         let mut vm = Vm::new(options)?;
         for note in vm.notes() {
             tracing::warn!("{note}");
@@ -290,14 +292,17 @@ fn read(path: &Path, what: &str, memory: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn serial(to: Option<&str>) -> Result<SerialSink> {
+/// Returns the output of the serial console. With `append`, a file keeps what an earlier process of
+/// the same guest has written.
+fn serial(to: Option<&str>, append: bool) -> Result<SerialSink> {
     Ok(match to {
         None => SerialSink::discard(),
         Some("stdio") => SerialSink::new(std::io::stdout()),
         Some(path) => {
             // The output of a console may be confidential, so only this user can read the file.
             let mut options = std::fs::File::options();
-            let file = options.write(true).create(true).truncate(true).mode(0o600).open(path);
+            options.write(true).create(true).append(append).truncate(!append).mode(0o600);
+            let file = options.open(path);
             let file = file.with_context(|| format!("cannot write serial output to {path}"))?;
             SerialSink::new(file)
         }

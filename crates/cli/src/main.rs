@@ -34,6 +34,7 @@ mod disk;
 mod events;
 mod generate;
 mod guest;
+mod handed;
 mod have;
 mod http_client;
 mod limit;
@@ -58,6 +59,7 @@ mod tls;
 #[cfg(feature = "top")]
 mod top;
 mod traces;
+mod upgrade;
 mod usage;
 
 use args::Command;
@@ -89,6 +91,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args, &traces, inherited),
         Command::Migrate(args) => migrate::migrate(&args, inherited),
         Command::Snapshot(args) => snapshot::snapshot(&args),
+        Command::Upgrade(args) => upgrade::upgrade(&args),
         Command::Pause(args) => api::simple(&args.api, "pause"),
         Command::Resume(args) => api::simple(&args.api, "resume"),
         Command::Powerdown(args) => api::simple(&args.api, "powerdown"),

@@ -140,6 +140,7 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
         delta_cache: args.encoding.delta_cache,
         verify: args.verify,
         keep_running: args.keep_running,
+        local: args.local,
         insecure: args.insecure,
         arbiter: args.arbiter.as_ref().map(arbiter).transpose()?,
         tls: args.tls.texts()?,

@@ -18,7 +18,9 @@ use crate::speed::EVERY;
 use crate::successor::StartArguments;
 use crate::traces::Traces;
 use crate::usage::wrong_usage;
-use crate::{Status, balloon, branch, dirty_rate, guest, have, metrics, output, plan, sandbox, signals};
+use crate::{
+    Status, balloon, branch, dirty_rate, guest, have, metrics, net, output, plan, sandbox, signals, upgrade,
+};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::os::fd::OwnedFd;
@@ -55,6 +57,8 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
         Some(IncomingArg::Branch(number)) => Some(inherited.remove(number).context("--incoming")?),
         _ => None,
     };
+    let nets = net::options(&args.nets, &mut inherited)?;
+    let listener = args.metrics_descriptor.map(|number| inherited.remove(number)).transpose()?;
     let descriptors = Descriptors::at_start(inherited, &args.pass_fds, incoming)?;
     let known = have::open(&args.have)?;
     // The confinement must begin while the process has one thread.
@@ -63,7 +67,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     if args.die_with_parent {
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     }
-    let mut machine = Machine::build(args)?;
+    let mut machine = Machine::build(args, nets)?;
     let (orders, errands) = sync_channel(4);
     let probe = Arc::new(machine.probe());
     let events = Events::new().context("cannot make the control socket's descriptor")?;
@@ -78,9 +82,11 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     ));
     let way = Way::of(args, branch, &shared);
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
-    let server = args.api.as_deref().map(api).transpose().context("--api")?;
+    let at =
+        args.api.as_deref().map(|path| if args.successor { upgrade::waiting_at(path) } else { path.into() });
+    let mut server = at.as_deref().map(api).transpose().context("--api")?;
     if let Some(address) = args.metrics {
-        metrics::start(address, args.metrics_public, &shared)?;
+        metrics::start(address, args.metrics_public, listener, &shared)?;
     }
     traces.send();
     signals::watch(&shared)?;
@@ -97,7 +103,12 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     // The value is set only once.
     let _ = shared.confinement.set(confinement.in_force().clone());
     let (result, restore) = match arrive(way, args, &mut machine, &shared) {
-        Ok(Arrived::Here(restore)) => (serve(&mut machine, args, &shared, &errands), restore),
+        Ok(Arrived::Here(restore)) => {
+            if let (true, Some(server), Some(path)) = (args.successor, &mut server, &args.api) {
+                upgrade::succeed(server, path);
+            }
+            (serve(&mut machine, args, &shared, &errands), restore)
+        }
         Ok(Arrived::NoGuest) => (Ok(Status::Done), None),
         Err(error) => (Err(error), None),
     };
@@ -235,7 +246,7 @@ fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<RunC
             shared.set_received(serde_json::to_value(received)?);
             Ok(Arrived::Here(None))
         }
-        Way::At(uri) => listen(uri, args.insecure, shared).and_then(|at| await_guest(at, machine, shared)),
+        Way::At(uri) => listen(uri, args, shared).and_then(|at| await_guest(at, machine, shared)),
         Way::Told(incoming) => deferred(&incoming, args, machine, shared),
         Way::Branch(socket) => branch::ready(&socket).and_then(|()| {
             let arrived = branch::arrive(&socket, machine, shared)?;
@@ -276,7 +287,7 @@ fn deferred(
             let _ = reply.send(Ok(()));
             return take_out(path, args, machine, shared).map(Arrived::Here);
         }
-        match listen(&uri, args.insecure, shared) {
+        match listen(&uri, args, shared) {
             Ok(listener) => {
                 let _ = reply.send(Ok(()));
                 return await_guest(listener, machine, shared);
@@ -287,8 +298,12 @@ fn deferred(
 }
 
 /// Listens for a guest, with encryption if this process has a certificate.
-fn listen(uri: &Uri, insecure: bool, shared: &RunContext) -> Result<Listener> {
-    let listener = match (uri, &shared.tls) {
+fn listen(uri: &Uri, args: &RunArgs, shared: &RunContext) -> Result<Listener> {
+    let insecure = args.insecure;
+    // The sockets of an upgrade do not leave this host, and descriptors do not pass through
+    // encryption.
+    let tls = shared.tls.as_ref().filter(|_| !args.successor);
+    let listener = match (uri, tls) {
         (Uri::Fd(names), tls) => {
             let sockets = shared.descriptors.take(names).with_context(|| uri.to_string())?;
             match tls {

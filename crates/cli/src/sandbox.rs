@@ -3,6 +3,7 @@
 use crate::arbiter::ArbiterArg;
 use crate::args::{GuestKind, RunArgs, heading};
 use crate::choices::IncomingArg;
+use crate::net::NetArg;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -181,7 +182,7 @@ fn files(args: &RunArgs) -> Vec<File> {
     if args.guest == GuestKind::Kvm {
         files.push(File::new("/dev/kvm", Use::Device));
     }
-    if args.nets.iter().any(|net| net.tap.is_some()) {
+    if args.nets.iter().any(NetArg::has_tap) {
         files.push(File::new("/dev/net/tun", Use::Device));
     }
     let certificates = args.tls.files().chain(args.arbiter.iter().flat_map(ArbiterArg::files));

@@ -156,7 +156,7 @@ impl SuccessorArguments {
     }
 
     /// Adds the option `name`, which has no value.
-    pub(crate) fn with_flag(mut self, name: &str) -> Self {
+    pub(crate) fn flag(mut self, name: &str) -> Self {
         self.options.push(RunOption { name: name.to_owned(), value: None });
         self
     }

@@ -18,6 +18,7 @@ use conn::Conn;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -61,6 +62,9 @@ pub enum ServerError {
 #[derive(Debug)]
 pub struct Server {
     path: PathBuf,
+    /// Device and inode of the socket. Another process may have put its own socket at the path
+    /// since.
+    file: Option<(u64, u64)>,
     events: Events,
     thread: Option<JoinHandle<()>>,
 }
@@ -104,8 +108,26 @@ impl Server {
         };
         let thread = vmferry_thread::spawn(vmferry_thread::Role::Api, "api", move || io.run());
         let thread = thread.map_err(|error| close(ServerError::Thread(error)))?;
-        Ok(Self { path: path.into(), events: events.clone(), thread: Some(thread) })
+        Ok(Self { path: path.into(), file: file_at(path), events: events.clone(), thread: Some(thread) })
     }
+
+    /// Moves the socket to `path`, in the same folder. What is at `path` is replaced in the same
+    /// step: a client that connects to `path` reaches the old owner or this server, and never
+    /// nothing. Connected clients stay connected.
+    ///
+    /// # Errors
+    /// Returns an error if the socket cannot be renamed. The server then stays at its path.
+    pub fn move_to(&mut self, path: &Path) -> std::io::Result<()> {
+        std::fs::rename(&self.path, path)?;
+        self.path = path.into();
+        Ok(())
+    }
+}
+
+/// Returns device and inode of the file at `path`, or `None` if there is no file.
+fn file_at(path: &Path) -> Option<(u64, u64)> {
+    let meta = std::fs::symlink_metadata(path).ok()?;
+    Some((meta.dev(), meta.ino()))
 }
 
 impl Drop for Server {
@@ -119,7 +141,10 @@ impl Drop for Server {
             // A panic of the thread was printed when it happened.
             let _ = thread.join();
         }
-        let _ = std::fs::remove_file(&self.path);
+        // A server of another process that has moved to this path must stay reachable.
+        if self.file.is_some() && file_at(&self.path) == self.file {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 

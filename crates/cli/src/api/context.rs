@@ -25,6 +25,7 @@ use crate::speed::{Speed, Start};
 use crate::successor::StartArguments;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -158,6 +159,8 @@ pub(crate) struct RunContext {
     pub(crate) descriptors: Descriptors,
     /// Requested confinement of the process.
     pub(crate) sandbox: SandboxArgs,
+    /// Listening socket of the metrics, if they are served.
+    pub(crate) metrics: OnceLock<OwnedFd>,
     /// Confinement that is in force, once it is.
     pub(crate) confinement: OnceLock<InForce>,
 }
@@ -194,7 +197,8 @@ impl RunContext {
             arrival: Arrival::new(args.peer_timeout)
                 .stay_awake(stay_awake)
                 .arbiter(arbiter.clone())
-                .known_pages(known),
+                .known_pages(known)
+                .local_memory(true),
             arbiter,
             current_arbiter: Mutex::default(),
             quit: AtomicBool::new(false),
@@ -216,6 +220,7 @@ impl RunContext {
             orders,
             descriptors,
             sandbox: args.sandbox.clone(),
+            metrics: OnceLock::new(),
             confinement: OnceLock::new(),
         }
     }
@@ -400,6 +405,7 @@ impl RunContext {
     pub(super) fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
         match command {
             "arguments" => return self.started.answer(),
+            "pass-descriptors" => return self.pass_descriptors(arguments),
             "status" => return Ok(self.status()),
             "writes" => return self.writes(),
             "stalls" => return self.stalls(),
@@ -421,6 +427,10 @@ impl RunContext {
             },
             "switch" => self.switch()?,
             "recover" if self.place() == GuestPlace::Moving => self.recover(arguments)?,
+            // The statistics page belongs to the process that runs the guest.
+            "verify-guest" if matches!(self.place(), GuestPlace::Awaited | GuestPlace::Moved) => {
+                bail!("the guest does not run in this process");
+            }
             "verify-guest" => {
                 let request =
                     arguments["request"].as_u64().context("verify-guest needs a number `request`")?;

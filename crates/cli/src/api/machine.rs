@@ -3,6 +3,7 @@
 use super::RunContext;
 use super::migration::refused;
 use crate::advice;
+use crate::handed::PassArguments;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::os::fd::OwnedFd;
@@ -50,6 +51,7 @@ const COMMANDS: &[Command] = &[
     urgent("x-vmferry-cancel"),
     in_band("x-vmferry-dirty-rate"),
     in_band("x-vmferry-migrate"),
+    in_band("x-vmferry-pass-descriptors"),
     in_band("x-vmferry-pause"),
     in_band("x-vmferry-plan"),
     in_band("x-vmferry-powerdown"),
@@ -123,6 +125,7 @@ fn check(name: &str, arguments: &Arguments) -> Result<(), QmpError> {
     match name {
         "migrate" | "dirty-rate" | "plan" | "snapshot" | "branch" => Ok(()),
         "snapshot-resume" => arguments.read::<SnapshotResume>().map(drop),
+        "pass-descriptors" => arguments.read::<PassArguments>().map(drop),
         "recover" => arguments.read::<Recover>().map(drop),
         "balloon" => arguments.read::<Balloon>().map(drop),
         "verify-guest" => arguments.read::<Verify>().map(drop),

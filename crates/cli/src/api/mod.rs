@@ -32,7 +32,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
 pub(crate) use vmferry_client::{Client, is_gone};
-use vmferry_engine::{Settings, Tls};
+use vmferry_engine::{MigrationMode, Settings, Tls};
 
 /// Arguments of `migrate`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -85,6 +85,9 @@ pub(crate) struct MigrateRequest {
     pub(crate) verify: bool,
     #[serde(default)]
     pub(crate) keep_running: bool,
+    /// The target takes over the memory of the guest, on the same host.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) local: bool,
     #[serde(default)]
     pub(crate) insecure: bool,
     /// Credentials for encrypted connections. The default is that of the process.
@@ -163,12 +166,13 @@ impl MigrateRequest {
         let given = self.tls.as_ref().map(TlsTexts::build).transpose().context("tls")?;
         Ok(Settings {
             tls: given.or_else(|| own.cloned()),
-            mode: self.mode.into(),
+            mode: if self.local { MigrationMode::Local } else { self.mode.into() },
             urgent: self.urgent.into(),
             urgent_channels: self.urgent_channels,
             pace: self.pace.0,
             reconnect_for: Duration::from_millis(self.reconnect_for_ms),
-            channels: self.channels.count(),
+            // Counting idle processors takes time, and a handoff sends no pages.
+            channels: if self.local { 1 } else { self.channels.count() },
             downtime_limit: Duration::from_millis(self.downtime_limit_ms),
             max_bandwidth: self.max_bandwidth,
             switchover_bandwidth: self.switchover_bandwidth.map(Into::into),

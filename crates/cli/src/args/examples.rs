@@ -53,6 +53,8 @@ pub(super) const MIGRATE: &str = examples! {
     "  --max-bandwidth 2gbit --timeout 2m --on-timeout postcopy"
     "# Write a copy of the guest into a file, and keep the guest running"
     "vmferry migrate --api vm.sock file:vm.saved --keep-running"
+    "# Hand the guest to another process of this host, without copying its memory"
+    "vmferry migrate --api vm.sock unix:target.sock --local"
     "# Write a report for programs"
     "vmferry migrate --api vm.sock unix:target.sock --json report.json"
 };
@@ -64,6 +66,13 @@ pub(super) const SNAPSHOT: &str = examples! {
     "  --verify"
     "# Run the copy, which gets a new identity"
     "vmferry run --memory 4G --incoming file:vm.saved"
+};
+
+pub(super) const UPGRADE: &str = examples! {
+    "# Start a guest that can be upgraded"
+    "vmferry run --memory 4G --memory-backing memfd --kernel vmlinuz --api vm.sock"
+    "# Continue it with another version of vmferry"
+    "vmferry upgrade --api vm.sock --binary /usr/local/bin/vmferry.new"
 };
 
 pub(super) const PAUSE: &str = examples! { "vmferry pause --api vm.sock" };

@@ -136,7 +136,7 @@ fn with_nets(arguments: &SuccessorArguments, nets: &[String], index: u32) -> Suc
     let unplugged = std::iter::repeat_n("none".to_owned(), interfaces);
     let own = nets.iter().map(|net| net.replace("{}", &index.to_string())).chain(unplugged).take(interfaces);
     let child = own.fold(child, |child, net| child.with("net", net));
-    if interfaces > 0 { child.with_flag("new-mac") } else { child }
+    if interfaces > 0 { child.flag("new-mac") } else { child }
 }
 
 impl Started {

@@ -7,6 +7,7 @@ use crate::usage::wrong_usage;
 use anyhow::{Context, Result, bail};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -31,6 +32,8 @@ pub(crate) type Source = dyn Fn() -> Result<String> + Send + Sync;
 pub(crate) struct Exporter {
     /// Address at which the server listens.
     pub(crate) address: SocketAddr,
+    /// Socket of the server.
+    pub(crate) listener: OwnedFd,
 }
 
 /// Refuses an address that other hosts can reach, unless `public`.
@@ -45,21 +48,29 @@ pub(crate) fn check(address: SocketAddr, public: bool) -> Result<()> {
 }
 
 impl Exporter {
-    /// Serves scrapes at `address`. An address that other hosts can reach needs `public`.
-    pub(crate) fn start(address: SocketAddr, public: bool, source: Arc<Source>) -> Result<Self> {
-        Self::with_patience(address, public, PATIENCE, source)
+    /// Serves scrapes at `address`, on the given socket if there is one. An address that other
+    /// hosts can reach needs `public`.
+    pub(crate) fn start(
+        at: (SocketAddr, Option<TcpListener>),
+        public: bool,
+        source: Arc<Source>,
+    ) -> Result<Self> {
+        Self::with_patience(at, public, PATIENCE, source)
     }
 
     fn with_patience(
-        address: SocketAddr,
+        (address, listener): (SocketAddr, Option<TcpListener>),
         public: bool,
         patience: Duration,
         source: Arc<Source>,
     ) -> Result<Self> {
         check(address, public)?;
-        let listener =
-            TcpListener::bind(address).with_context(|| format!("cannot listen at {address} (--metrics)"))?;
-        let own = Self { address: listener.local_addr()? };
+        let listener = match listener {
+            Some(listener) => Ok(listener),
+            None => TcpListener::bind(address),
+        };
+        let listener = listener.with_context(|| format!("cannot listen at {address} (--metrics)"))?;
+        let own = Self { address: listener.local_addr()?, listener: listener.try_clone()?.into() };
         let clients = Arc::new(AtomicUsize::new(0));
         vmferry_thread::spawn(vmferry_thread::Role::Metrics, "metrics", move || {
             for stream in listener.incoming() {
@@ -181,7 +192,8 @@ mod tests {
 
     fn exporter(patience: Duration) -> Exporter {
         let source = || Ok("x 1\n".repeat(1000));
-        Exporter::with_patience("127.0.0.1:0".parse().unwrap(), false, patience, Arc::new(source)).unwrap()
+        Exporter::with_patience(("127.0.0.1:0".parse().unwrap(), None), false, patience, Arc::new(source))
+            .unwrap()
     }
 
     fn send_request(exporter: &Exporter, request: &[u8]) -> String {
@@ -243,8 +255,9 @@ mod tests {
 
     #[test]
     fn other_hosts_are_served_only_on_request() {
-        let start =
-            |public| Exporter::start("0.0.0.0:0".parse().unwrap(), public, Arc::new(|| Ok(String::new())));
+        let start = |public| {
+            Exporter::start(("0.0.0.0:0".parse().unwrap(), None), public, Arc::new(|| Ok(String::new())))
+        };
         assert!(start(false).err().unwrap().to_string().contains("--metrics-public"));
         assert!(start(true).is_ok());
     }

@@ -4,7 +4,7 @@ use crate::advice::{self, advised};
 use crate::api::{GuestPlace, MigrateRequest, RunContext};
 use crate::arbiter::ArbiterThread;
 use crate::balloon::squeeze::Squeeze;
-use crate::choices::{ModeArg, OnTimeoutArg};
+use crate::choices::{AutoConvergeArg, CodecArg, DeltaArg, ModeArg, OnTimeoutArg};
 use crate::guest::Machine;
 use crate::{Status, output, plan, sandbox};
 use anyhow::{Context, Result, bail};
@@ -63,7 +63,8 @@ fn prepare(request: &MigrateRequest, shared: &RunContext) -> Result<Prepared> {
     if let Some(why) = contradiction(request, &uri) {
         bail!(why);
     }
-    let settings = request.settings(shared.tls.as_ref())?;
+    // A handoff does not leave the host, and descriptors do not pass through encryption.
+    let settings = request.settings(shared.tls.as_ref().filter(|_| !request.local))?;
     let arbiter =
         settings.arbiter.clone().or_else(|| shared.arbiter.clone()).filter(|_| !matches!(uri, Uri::File(_)));
     let settings = Settings { stay_awake: shared.stay_awake, arbiter, ..settings };
@@ -91,6 +92,11 @@ pub(crate) fn contradiction(request: &MigrateRequest, uri: &Uri) -> Option<Strin
             "a plan measures the link over its own connections, and {uri} carries only the migration; omit --plan and --mode auto"
         ));
     }
+    if request.local
+        && let Some(why) = unfit_for_handoff(request, uri)
+    {
+        return Some(why);
+    }
     if request.keep_running && !matches!(uri, Uri::File(_)) {
         return Some(format!(
             "the guest cannot keep running at the source if it moves to {uri}; omit --keep-running, or use file:PATH"
@@ -98,6 +104,31 @@ pub(crate) fn contradiction(request: &MigrateRequest, uri: &Uri) -> Option<Strin
     }
     let option = of_no_use_for_files(request).filter(|_| matches!(uri, Uri::File(_)))?;
     Some(format!("{option} has no effect for {uri}, because the guest is stopped for a file; omit {option}"))
+}
+
+/// Returns why a handoff inside this host cannot have these options; `None` if it can.
+fn unfit_for_handoff(request: &MigrateRequest, uri: &Uri) -> Option<String> {
+    if !matches!(uri, Uri::Unix(_) | Uri::Fd(_)) {
+        return Some(format!(
+            "--local passes the guest's memory over a Unix socket, and {uri} is none; use unix:PATH, or omit --local"
+        ));
+    }
+    let option = [
+        ("--mode", request.mode != ModeArg::default()),
+        ("--tracker", request.tracker.is_some()),
+        ("--verify", request.verify),
+        ("--plan", request.plan),
+        ("--max-bandwidth", request.max_bandwidth.is_some()),
+        ("--auto-converge", request.auto_converge != AutoConvergeArg::default()),
+        ("--codec", request.codec != CodecArg::default()),
+        ("--delta", request.delta != DeltaArg::default()),
+        ("--squeeze-cache", request.squeeze_cache.is_some()),
+        ("--tls-cert", request.tls.is_some()),
+        ("--on-timeout postcopy", request.on_timeout == OnTimeoutArg::Postcopy),
+    ]
+    .into_iter()
+    .find_map(|(option, said)| said.then_some(option))?;
+    Some(format!("{option} has no effect with --local, which sends no pages; omit {option}"))
 }
 
 /// Returns why the request needs a running guest; `None` if it does not.
