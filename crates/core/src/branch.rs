@@ -20,11 +20,17 @@ pub struct BranchRegion {
 }
 
 /// Files that hold the memory of a guest that is to be branched.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub enum BranchMemory {
     /// The memory is these files, which the VM has mapped shared. They contain every write of the
     /// guest up to the instant, and no process changes them after that.
-    Files(Vec<BranchRegion>),
+    Files {
+        /// Files that are mapped shared.
+        files: Vec<BranchRegion>,
+        /// Old page-table entries of the files, if the VM has moved them to other addresses. The
+        /// engine drops them with the old mappings.
+        retired: RetiredMemory,
+    },
     /// The memory is these files, which the VM has mapped privately since an earlier branch, and
     /// pages that the guest has written since. The engine copies both into new files.
     Changed {
@@ -52,6 +58,11 @@ impl RetiredMemory {
     /// Adds a mapping, or a value that owns one.
     pub fn push(&mut self, mapping: impl Send + 'static) {
         self.0.push(Box::new(mapping));
+    }
+
+    /// Adds all mappings of `other`.
+    pub fn append(&mut self, other: Self) {
+        self.0.extend(other.0);
     }
 }
 

@@ -9,8 +9,8 @@ use crate::{Backing, MappedRegion, TrackerError};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{BranchMemory, BranchRegion, PageSet};
-use vmferry_sys::mapping::{Retired, Sharing, replace, unmap_pages};
+use vmferry_core::{BranchMemory, BranchRegion, PageSet, RetiredMemory};
+use vmferry_sys::mapping::{Retired, Sharing, move_entries, replace, unmap_pages};
 use vmferry_sys::pagemap::{IS_FILE, IS_PRESENT, IS_SWAPPED, Match, PageRegion, Pagemap};
 
 /// Number of bytes whose entries one call removes. During a call, KVM's MMU notifier keeps vCPUs
@@ -34,7 +34,7 @@ pub fn branch_memory(regions: &[MappedRegion]) -> Result<BranchMemory, TrackerEr
     };
     let files = regions.iter().map(file).collect::<Result<Vec<_>, _>>()?;
     if regions.iter().all(|region| matches!(region.backing, Backing::Memfd { .. })) {
-        return Ok(BranchMemory::Files(files));
+        return Ok(BranchMemory::Files { files, retired: RetiredMemory::new() });
     }
     let mut written = PageSet::of(regions.iter().map(|region| (region.id, region.pages())));
     for region in regions {
@@ -49,7 +49,8 @@ pub fn branch_memory(regions: &[MappedRegion]) -> Result<BranchMemory, TrackerEr
 }
 
 /// Removes the entries of `regions` from the page tables of this process and of KVM, while the
-/// guest runs. The files keep their pages, and an access maps a page again.
+/// guest runs. The files keep their pages, and an access maps a page again. Returns the old entries
+/// of this process, for which the same holds as for the old mapping that [`adopt`] returns.
 ///
 /// [`adopt`] moves page tables of the process at once, but KVM removes each of its own entries at
 /// that time, and the guest is paused meanwhile. After this call, only the pages that the guest has
@@ -61,8 +62,14 @@ pub fn branch_memory(regions: &[MappedRegion]) -> Result<BranchMemory, TrackerEr
 /// # Safety
 /// Regions with the backing [`Backing::Memfd`] are mapped shared, and no Rust reference covers
 /// them. Other regions are not changed.
-pub unsafe fn release_entries(regions: &[MappedRegion]) -> Result<(), TrackerError> {
+pub unsafe fn release_entries(regions: &[MappedRegion]) -> Result<Vec<Retired>, TrackerError> {
+    let mut all = Vec::new();
     for region in regions.iter().filter(|region| matches!(region.backing, Backing::Memfd { .. })) {
+        // SAFETY: a shared mapping; the caller guarantees the rest.
+        if let Some(old) = unsafe { move_entries(region.span(), PART) } {
+            all.push(old);
+            continue;
+        }
         let mut at = region.host;
         while at < region.span().end {
             let end = region.span().end.min(at + PART);
@@ -71,7 +78,7 @@ pub unsafe fn release_entries(regions: &[MappedRegion]) -> Result<(), TrackerErr
             at = end;
         }
     }
-    Ok(())
+    Ok(all)
 }
 
 /// Replaces the mapping of `region` by a private mapping of `from`. Returns the new backing and the

@@ -102,7 +102,7 @@ pub unsafe fn replace(
     // SAFETY: mapped above, and nothing refers to it.
     unsafe { libc::munmap(trial, len) };
     // SAFETY: the caller guarantees that the mapping at these addresses may be replaced.
-    let retired = unsafe { retire(start, len) };
+    let retired = unsafe { retire(start, len, len) };
     // The caller guarantees that the mapping at these addresses may be replaced.
     if map(start, libc::MAP_FIXED) == libc::MAP_FAILED {
         let error = SysError::last(CALL, target, meaning);
@@ -118,12 +118,31 @@ pub unsafe fn replace(
     Ok(retired)
 }
 
-/// Moves the pages that are mapped at `start..start + len` to other addresses. The mapping itself
-/// stays at its addresses, without pages. Returns `None` if the kernel cannot do this.
+/// Moves the page-table entries of the shared mapping at the addresses `span` to other addresses,
+/// while other threads use the mapping. The file keeps its pages, and an access maps a page again.
+/// Returns the old entries, or `None` if the kernel cannot move them.
+///
+/// `part` is the number of bytes whose entries one call of the kernel moves. During such a call,
+/// other threads that access the mapping wait, and so do vCPUs that access guest memory in it. The
+/// time for the page table of this process is about 0.1 ms for each GiB. KVM removes its own
+/// entries, which takes time for each page.
 ///
 /// # Safety
-/// The range is one mapping whose owner permits the change, and no Rust reference covers it.
-unsafe fn retire(start: usize, len: usize) -> Option<Retired> {
+/// `span` lies in one mapping of a file, which is shared, and no Rust reference covers it.
+pub unsafe fn move_entries(span: Range<u64>, part: u64) -> Option<Retired> {
+    let start = usize::try_from(span.start).ok()?;
+    let len = usize::try_from(span.end.checked_sub(span.start)?).ok()?;
+    // SAFETY: the mapping stays in place, and an access finds the same bytes in the file.
+    unsafe { retire(start, len, usize::try_from(part).ok()?) }
+}
+
+/// Moves the pages that are mapped at `start..start + len` to other addresses, `part` bytes at a
+/// time. The mapping itself stays at its addresses, without pages. Returns `None` if the kernel
+/// cannot do this.
+///
+/// # Safety
+/// The range lies in one mapping whose owner permits the change, and no Rust reference covers it.
+unsafe fn retire(start: usize, len: usize, part: usize) -> Option<Retired> {
     let spare = len.checked_add(GIB)?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: a new range of addresses, inaccessible; nothing else refers to it.
@@ -144,12 +163,19 @@ unsafe fn retire(start: usize, len: usize) -> Option<Retired> {
         libc::munmap(std::ptr::without_provenance_mut(to.start + len), GIB - head);
     }
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
-    let (from, at) = (std::ptr::without_provenance_mut(start), to.start);
-    let at = std::ptr::without_provenance_mut::<libc::c_void>(at);
-    // SAFETY: the caller guarantees that the mapping may be moved; its new addresses are reserved
-    // above.
-    let moved = unsafe { libc::mremap(from, len, len, flags, at) };
-    (moved != libc::MAP_FAILED).then_some(to)
+    for done in (0..len).step_by(part) {
+        let bytes = part.min(len - done);
+        let from = std::ptr::without_provenance_mut(start + done);
+        let at = std::ptr::without_provenance_mut::<libc::c_void>(to.start + done);
+        // SAFETY: the caller guarantees that the mapping may be moved; its new addresses are
+        // reserved above.
+        if unsafe { libc::mremap(from, bytes, bytes, flags, at) } == libc::MAP_FAILED {
+            // What has been moved is unmapped, which a shared mapping permits. A private mapping is
+            // moved in one part.
+            return None;
+        }
+    }
+    Some(to)
 }
 
 /// Allows or forbids transparent huge pages for the addresses `span`.

@@ -73,7 +73,7 @@ impl MemoryCopy {
         }
         let (old, written) = match vm.prepare_branch().map_err(BranchError::Refused)? {
             BranchMemory::Changed { files, written } => (files, written),
-            BranchMemory::Files(_) => (Vec::new(), PageSet::full(self.memory.layout())),
+            BranchMemory::Files { .. } => (Vec::new(), PageSet::full(self.memory.layout())),
         };
         for (region, file) in &self.files {
             if let Some(old) = old.iter().find(|old| old.id == region.id) {

@@ -161,8 +161,9 @@ pub fn branch(
         let prepare = began.elapsed();
         take(vm, &mut base).map(|taken| (prepare, taken))
     });
-    let copied_pages = base.end();
-    let (prepare, Taken { sections, regions, retired, pause, save, copy, freeze }) = result?;
+    let (copied_pages, entries) = base.end();
+    let (prepare, Taken { sections, regions, mut retired, pause, save, copy, freeze }) = result?;
+    retired.append(entries);
     let point = BranchPoint::new(id, (&vm.config(), vm.memory().layout()), &sections, regions)?;
     Ok(Branched { point, prepare, pause, save, copy, freeze, copied_pages, retired })
 }
@@ -170,7 +171,7 @@ pub fn branch(
 /// Origin of the files that hold the memory of the instant.
 enum Base {
     /// Files that are the guest's memory already.
-    Own(Vec<BranchRegion>),
+    Own { files: Vec<BranchRegion>, retired: RetiredMemory },
     /// New files, into which the memory is copied.
     Copied(Box<MemoryCopy>),
 }
@@ -178,7 +179,7 @@ enum Base {
 impl Base {
     fn prepare(vm: &mut dyn SourceVm) -> Result<Self, BranchError> {
         match vm.prepare_branch().map_err(BranchError::Refused)? {
-            BranchMemory::Files(files) => Ok(Self::Own(files)),
+            BranchMemory::Files { files, retired } => Ok(Self::Own { files, retired }),
             BranchMemory::Changed { .. } => Ok(Self::Copied(Box::new(MemoryCopy::start(vm)?))),
         }
     }
@@ -186,7 +187,14 @@ impl Base {
     /// Repeats the part of the preparation that the running guest has undone.
     fn follow(&mut self, vm: &mut dyn SourceVm) -> Result<(), BranchError> {
         match self {
-            Self::Own(_) => vm.prepare_branch().map(drop).map_err(BranchError::Refused),
+            Self::Own { retired, .. } => {
+                if let BranchMemory::Files { retired: more, .. } =
+                    vm.prepare_branch().map_err(BranchError::Refused)?
+                {
+                    retired.append(more);
+                }
+                Ok(())
+            }
             Self::Copied(copy) => copy.follow(),
         }
     }
@@ -194,16 +202,16 @@ impl Base {
     /// Completes the files. The guest is paused, and its state is saved.
     fn complete(&mut self) -> Result<Vec<BranchRegion>, BranchError> {
         match self {
-            Self::Own(files) => Ok(files.clone()),
+            Self::Own { files, .. } => Ok(files.clone()),
             Self::Copied(copy) => copy.complete(),
         }
     }
 
-    /// Ends dirty tracking. Returns the number of copied pages.
-    fn end(self) -> u64 {
+    /// Ends dirty tracking. Returns the number of copied pages, and the old page-table entries.
+    fn end(self) -> (u64, RetiredMemory) {
         match self {
-            Self::Own(_) => 0,
-            Self::Copied(copy) => copy.end(),
+            Self::Own { retired, .. } => (0, retired),
+            Self::Copied(copy) => (copy.end(), RetiredMemory::new()),
         }
     }
 }

@@ -183,7 +183,7 @@ mod tests {
         options.backing = Backing::Memfd;
         let ram = GuestRam::new(&options).unwrap();
         ram.map().write_slice(&[7; 2 * 4096], GuestAddress(0x4000)).unwrap();
-        let vmferry_core::BranchMemory::Files(files) = ram.branch_memory().unwrap() else { panic!() };
+        let vmferry_core::BranchMemory::Files { files, .. } = ram.branch_memory().unwrap() else { panic!() };
         drop(ram.adopt(&files).unwrap());
         (ram, files)
     }
@@ -214,7 +214,7 @@ mod tests {
         let mut byte = [0];
         rustix::io::pread(&files[0].file, &mut byte, 0x4000).unwrap();
         assert_eq!(byte, [7], "the branches keep their memory");
-        assert!(matches!(ram.branch_memory().unwrap(), vmferry_core::BranchMemory::Files(_)));
+        assert!(matches!(ram.branch_memory().unwrap(), vmferry_core::BranchMemory::Files { .. }));
     }
 
     #[test]

@@ -325,7 +325,7 @@ impl GuestRam {
     /// Returns [`MemoryError::NotShareable`] for memory that is not a memfd.
     pub(crate) fn branch_memory(&self) -> Result<BranchMemory, MemoryError> {
         let mapped = self.mapped();
-        let memory = vmferry_dirty::branch_memory(&mapped).map_err(|error| match error {
+        let mut memory = vmferry_dirty::branch_memory(&mapped).map_err(|error| match error {
             TrackerError::NotShareable(id) => {
                 let backing = self.region(id).map(RamRegion::backing).unwrap_or_default();
                 MemoryError::NotShareable { backing }
@@ -334,7 +334,10 @@ impl GuestRam {
         })?;
         // SAFETY: the backing is as stated; this crate makes no references to guest bytes other
         // than to atomics.
-        unsafe { vmferry_dirty::release_entries(&mapped) }.map_err(MemoryError::Branch)?;
+        let old = unsafe { vmferry_dirty::release_entries(&mapped) }.map_err(MemoryError::Branch)?;
+        if let BranchMemory::Files { retired, .. } = &mut memory {
+            retired.push(old);
+        }
         Ok(memory)
     }
 
