@@ -1,5 +1,6 @@
-//! Descriptors that a process hands to its successor over a socket (`SCM_RIGHTS`, unix(7)): the taps
-//! of its guest, which only one process can open at a time, and the listening socket of its metrics.
+//! Descriptors that a process hands to its successor over a socket (`SCM_RIGHTS`, unix(7)): the
+//! taps of its guest, which only one process can open at a time, and the listening socket of its
+//! metrics.
 //!
 //! Both processes have these descriptors until the old process ends. The device of the guest that
 //! does not run in a process does not read its tap, and frames that arrive while no device reads

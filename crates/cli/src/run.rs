@@ -81,52 +81,32 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
         events.clone(),
     ));
     let way = Way::of(args, branch, &shared);
-    let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
-    let at =
-        args.api.as_deref().map(|path| if args.successor { upgrade::waiting_at(path) } else { path.into() });
-    let mut server = at.as_deref().map(api).transpose().context("--api")?;
+    let mut server = serve_clients(args, &shared, &events)?;
     if let Some(address) = args.metrics {
         metrics::start(address, args.metrics_public, listener, &shared)?;
     }
     traces.send();
-    signals::watch(&shared)?;
-    if let Some(least) = args.balloon_auto {
-        let balloon = shared.probe.balloon().context("the guest has no balloon (--balloon on)")?;
-        balloon::auto::start(balloon, least, &shared)?;
-    }
-    let on_terminal = args.serial.as_deref() == Some("stdio");
-    let console = on_terminal.then(|| Console::start(&shared)).transpose()?;
-    watch_the_guest(&shared)?;
-    watch_for_the_end(&shared)?;
+    let console = start_threads(args, &shared)?;
     // The process is confined before a guest runs and before a peer's bytes are read.
     confinement.complete()?;
     // The value is set only once.
     let _ = shared.confinement.set(confinement.in_force().clone());
-    let (result, restore) = match arrive(way, args, &mut machine, &shared) {
-        Ok(Arrived::Here(restore)) => {
-            if let (true, Some(server), Some(path)) = (args.successor, &mut server, &args.api) {
-                upgrade::succeed(server, path);
-            }
-            (serve(&mut machine, args, &shared, &errands), restore)
+    let (mut restore, arrived) = (None, arrive(way, args, &mut machine, &shared));
+    let result = arrived.and_then(|arrived| {
+        let Arrived::Here(arriving) = arrived else { return Ok(Status::Done) };
+        restore = arriving;
+        if let (true, Some(server), Some(path)) = (args.successor, &mut server, &args.api) {
+            upgrade::succeed(server, path);
         }
-        Ok(Arrived::NoGuest) => (Ok(Status::Done), None),
-        Err(error) => (Err(error), None),
-    };
+        serve(&mut machine, args, &shared, &errands)
+    });
     if shared.quit.load(Ordering::Acquire) {
         shared.event_sender.ends(false, shared.quit_reason());
     }
     if shared.has_missing_pages() {
-        // vCPUs may sleep on pages that have not arrived, and must not be woken with other
-        // contents.
         drop(server);
-        let status = result.unwrap_or_else(|error| {
-            output::print_message(&advice::told(&error));
-            Status::Failed
-        });
-        // `exit` drops no values: the machine and its memory stay as they are until the process is
-        // gone.
         drop(console);
-        std::process::exit(status as i32);
+        exit_without_pages(result);
     }
     // Pages of an on-demand restore must still arrive until the vCPUs have stopped.
     machine.stop();
@@ -134,6 +114,42 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     drop(server);
     drop(console);
     result
+}
+
+/// Ends the process of a guest with missing pages. Its vCPUs may sleep on pages that have not
+/// arrived, and must not be woken with other contents.
+fn exit_without_pages(result: Result<Status>) -> ! {
+    let status = result.unwrap_or_else(|error| {
+        output::print_message(&advice::told(&error));
+        Status::Failed
+    });
+    // `exit` drops no values: the machine and its memory stay as they are until the process is gone.
+    std::process::exit(status as i32);
+}
+
+/// Starts the server of the control socket, if there is one.
+fn serve_clients(args: &RunArgs, shared: &Arc<RunContext>, events: &Events) -> Result<Option<Server>> {
+    let start = |path: &Path| {
+        // A successor takes over the path when it has the guest.
+        let path = if args.successor { upgrade::waiting_at(path) } else { path.into() };
+        Server::start(&path, Arc::new(Api(Arc::clone(shared))), events, Limits::default())
+    };
+    args.api.as_deref().map(start).transpose().context("--api")
+}
+
+/// Starts the threads that watch signals and the guest, and that control its balloon. Returns the
+/// console on the terminal, if there is one.
+fn start_threads(args: &RunArgs, shared: &Arc<RunContext>) -> Result<Option<Console>> {
+    signals::watch(shared)?;
+    if let Some(least) = args.balloon_auto {
+        let balloon = shared.probe.balloon().context("the guest has no balloon (--balloon on)")?;
+        balloon::auto::start(balloon, least, shared)?;
+    }
+    let on_terminal = args.serial.as_deref() == Some("stdio");
+    let console = on_terminal.then(|| Console::start(shared)).transpose()?;
+    watch_the_guest(shared)?;
+    watch_for_the_end(shared)?;
+    Ok(console)
 }
 
 /// Checks that the options fit together.
@@ -385,20 +401,8 @@ fn serve(
     let mut ends = Status::Done;
     let mut limiter = Limiter::default();
     loop {
-        let quit = shared.quit.load(Ordering::Acquire);
-        if let Some(since) = moved.filter(|_| quit || !shared.stay.load(Ordering::Acquire)) {
-            // A client that watches the migration must read the result, also if this process was
-            // told to end. Otherwise the client would assume that the process died while it was
-            // still needed.
-            let longest = if quit { LAST_GRACE } else { GRACE };
-            if shared.audience.satisfied(quit) && since.elapsed() > LINGER || since.elapsed() > longest {
-                return Ok(ends);
-            }
-        } else if moved.is_none() && quit && shared.place() != GuestPlace::Unknown {
-            if shared.place() == GuestPlace::Running {
-                eprintln!("vmferry: this process was told to end, and the guest ends with it");
-            }
-            return Ok(Status::Done);
+        if let Some(status) = told_to_end(shared, moved, ends) {
+            return Ok(status);
         }
         if let Some((how, status)) = shared.probe.exit()
             && moved.is_none()
@@ -449,6 +453,27 @@ fn serve(
             }
         }
     }
+}
+
+/// Returns the exit status if the process ends now: because its guest `moved` away at that time,
+/// with the status `ends`, or because the process was told to end.
+fn told_to_end(shared: &RunContext, moved: Option<Instant>, ends: Status) -> Option<Status> {
+    let quit = shared.quit.load(Ordering::Acquire);
+    if let Some(since) = moved.filter(|_| quit || !shared.stay.load(Ordering::Acquire)) {
+        // A client that watches the migration must read the result, also if this process was told
+        // to end. Otherwise the client would assume that the process died while it was still
+        // needed.
+        let longest = if quit { LAST_GRACE } else { GRACE };
+        let read = shared.audience.satisfied(quit) && since.elapsed() > LINGER;
+        return (read || since.elapsed() > longest).then_some(ends);
+    }
+    if moved.is_some() || !quit || shared.place() == GuestPlace::Unknown {
+        return None;
+    }
+    if shared.place() == GuestPlace::Running {
+        eprintln!("vmferry: this process was told to end, and the guest ends with it");
+    }
+    Some(Status::Done)
 }
 
 /// Starts a guest again that has reset its machine. Its disks, networks and control socket stay.

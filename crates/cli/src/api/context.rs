@@ -427,17 +427,7 @@ impl RunContext {
             },
             "switch" => self.switch()?,
             "recover" if self.place() == GuestPlace::Moving => self.recover(arguments)?,
-            // The statistics page belongs to the process that runs the guest.
-            "verify-guest" if matches!(self.place(), GuestPlace::Awaited | GuestPlace::Moved) => {
-                bail!("the guest does not run in this process");
-            }
-            "verify-guest" => {
-                let request =
-                    arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
-                if !self.probe.request_verify(request) {
-                    bail!("the guest has no statistics page, or has not arrived yet; try again later");
-                }
-            }
+            "verify-guest" => self.verify_guest(arguments)?,
             "quit" if self.handed_over() => bail!(
                 "the guest runs at the target and still needs pages that only this process has; this process ends when the target has all"
             ),
@@ -474,6 +464,18 @@ impl RunContext {
             _ => bail!("there is no command '{command}'"),
         }
         Ok(json!({}))
+    }
+
+    /// Executes `verify-guest`. The statistics page belongs to the process that runs the guest.
+    fn verify_guest(&self, arguments: &Value) -> Result<()> {
+        if matches!(self.place(), GuestPlace::Awaited | GuestPlace::Moved) {
+            bail!("the guest does not run in this process");
+        }
+        let request = arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
+        if !self.probe.request_verify(request) {
+            bail!("the guest has no statistics page, or has not arrived yet; try again later");
+        }
+        Ok(())
     }
 
     /// Passes an order to the machine's owner and waits for its answer.

@@ -46,7 +46,7 @@ use encode::Codecs;
 use hashes::Answers;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use vmferry_core::{Layout, PAGE_SIZE, SourceVm, StateReader, TrackerKind, VmError};
+use vmferry_core::{DirtyTracker, Layout, PAGE_SIZE, SourceVm, StateReader, TrackerKind, VmError};
 use vmferry_wire::{
     FEATURE_KNOWN_PAGES, FEATURE_LOCAL_MEMORY, FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES,
     MAX_STREAMS, MigrationId, Role, Token,
@@ -99,13 +99,7 @@ pub fn migrate(
     let dialer = Dialer::new(connector, settings);
     dialer.check()?;
     let shared = local.then(|| SharedMemory::of(vm)).transpose().map_err(MigrateError::Vm)?;
-    let tracker = match (local, tracker) {
-        (true, Some(_)) => {
-            return Err(MigrateError::Settings("a handoff tracks no pages; omit the tracker".into()));
-        }
-        (true, None) => Box::new(Untracked),
-        (false, kind) => vm.tracker(kind).map_err(MigrateError::Vm)?,
-    };
+    let tracker = tracker_of(vm, tracker, local)?;
     let streams = streams(vm)?;
     let migration = MigrationId(random()?);
     let known = Report {
@@ -118,13 +112,7 @@ pub fn migrate(
     let control = match open_control(&dialer, settings, migration, handle) {
         Err(why @ MigrateError::Cancelled { .. }) => {
             handle.update(|progress| progress.state = MigrationState::Cancelled);
-            return Ok(Report {
-                state: MigrationState::Cancelled,
-                outcome: word(MigrationState::Cancelled),
-                error: Some(why.to_string()),
-                total_ms: clock.now().as_secs_f64() * 1e3,
-                ..known
-            });
+            return Ok(cancelled(known, &why, &clock));
         }
         control => control?,
     };
@@ -160,6 +148,30 @@ pub fn migrate(
     report.pace = handle.pace();
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before_us)) as f64 / 1e3;
     Ok(report)
+}
+
+/// Returns the tracker of a migration. A handoff inside one host (`local`) tracks no pages.
+fn tracker_of(
+    vm: &mut dyn SourceVm,
+    kind: Option<TrackerKind>,
+    local: bool,
+) -> Result<Box<dyn DirtyTracker>, MigrateError> {
+    match (local, kind) {
+        (true, Some(_)) => Err(MigrateError::Settings("a handoff tracks no pages; omit the tracker".into())),
+        (true, None) => Ok(Box::new(Untracked)),
+        (false, kind) => vm.tracker(kind).map_err(MigrateError::Vm),
+    }
+}
+
+/// Returns the report of a migration that was cancelled while it was connecting.
+fn cancelled(known: Report, why: &MigrateError, clock: &Clock) -> Report {
+    Report {
+        state: MigrationState::Cancelled,
+        outcome: word(MigrationState::Cancelled),
+        error: Some(why.to_string()),
+        total_ms: clock.now().as_secs_f64() * 1e3,
+        ..known
+    }
 }
 
 /// Returns an error with the reason if the target does not map the memory of the guest.

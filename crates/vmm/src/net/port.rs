@@ -32,8 +32,8 @@ pub(crate) struct TapPort {
 }
 
 impl TapPort {
-    /// Opens the tap of `options`, if there is one, or takes it from another process that has opened
-    /// it.
+    /// Opens the tap of `options`, if there is one, or takes it from another process that has
+    /// opened it.
     ///
     /// # Errors
     /// Returns the [`tap::TapError`] unchanged.
