@@ -123,7 +123,8 @@ fn exit_without_pages(result: Result<Status>) -> ! {
         output::print_message(&advice::told(&error));
         Status::Failed
     });
-    // `exit` drops no values: the machine and its memory stay as they are until the process is gone.
+    // `exit` drops no values: the machine and its memory stay as they are until the process is
+    // gone.
     std::process::exit(status as i32);
 }
 

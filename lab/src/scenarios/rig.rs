@@ -60,6 +60,13 @@ impl<'a> Rig<'a> {
         Vm::awaiting(&self.local, &self.boot, guest, &self.lab.folder, &name, Ipv4Addr::LOCALHOST)
     }
 
+    /// Starts a target for a guest that is handed over inside this machine.
+    pub(crate) fn awaiting_locally(&mut self, guest: &Guest) -> Result<Vm> {
+        let name = self.name("target");
+        let uri = format!("unix:/tmp/lab-{}-{name}.handoff", std::process::id());
+        Vm::awaiting_at(&self.local, &self.boot, guest, &self.lab.folder, &name, &[&uri])
+    }
+
     /// Starts a target for a guest on the other machine.
     pub(crate) fn awaiting_on_remote(&mut self, guest: &Guest) -> Result<Vm> {
         let address = self.lab.plan.peer.context("the plan names no other machine")?;
@@ -91,7 +98,7 @@ pub(crate) fn attempt(source: &Vm, uri: &str, arguments: &[&str]) -> Result<(Val
     let silence = pace::peer_timeout();
     let mut all = vec!["migrate", uri, "--json", "-", "--peer-timeout", &silence];
     all.extend(arguments);
-    if !uri.contains("127.0.0.1") {
+    if !uri.contains("127.0.0.1") && !uri.starts_with("unix:") {
         all.push("--insecure");
     }
     let ran = source.run(&all)?;

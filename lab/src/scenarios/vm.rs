@@ -116,11 +116,22 @@ impl Vm {
         address: Ipv4Addr,
     ) -> Result<Self> {
         let at = format!("tcp:{address}:0");
+        let insecure = (!address.is_loopback()).then_some("--insecure");
+        let at: Vec<_> = std::iter::once(at.as_str()).chain(insecure).collect();
+        Self::awaiting_at(host, boot, guest, folder, name, &at)
+    }
+
+    /// Starts a target that waits for a guest at `at`: a URI, and further arguments.
+    pub(crate) fn awaiting_at(
+        host: &Rc<dyn ProgramHost>,
+        boot: &Boot,
+        guest: &Guest,
+        folder: &Path,
+        name: &str,
+        at: &[&str],
+    ) -> Result<Self> {
         let silence = pace::peer_timeout();
-        let mut more = vec!["--incoming", &at, "--peer-timeout", &silence];
-        if !address.is_loopback() {
-            more.push("--insecure");
-        }
+        let more = [&["--peer-timeout", &silence, "--incoming"], at].concat();
         Self::start(host, boot, guest, folder, name, &more)
     }
 

@@ -2,6 +2,7 @@
 
 mod copies;
 mod ends;
+mod handoff;
 mod instants;
 mod judge;
 mod moves;
@@ -137,6 +138,13 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         true,
         50,
         instants::branch,
+    ),
+    scenario(
+        "linux-handoff",
+        "continues in another process without a copy of its memory, with its disk and connection",
+        true,
+        60,
+        handoff::handoff,
     ),
     scenario("linux-ten-moves", "ten moves back and forth in a row", false, 120, moves::ten),
     Scenario {

@@ -13,10 +13,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const BRIDGE: &str = "labbr0";
-const TAPS: [&str; 2] = ["labtap0", "labtap1"];
+pub(super) const TAPS: [&str; 2] = ["labtap0", "labtap1"];
 const HOST: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
-const GUEST: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
-const PORT: u16 = 7000;
+pub(super) const GUEST: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
+pub(super) const PORT: u16 = 7000;
 /// Time of silence after which the connection counts as lost. It is longer than any move.
 const SILENCE: Duration = Duration::from_secs(30);
 
@@ -50,10 +50,10 @@ pub(super) fn tcp(lab: &mut Lab) -> Result<Verdict> {
 }
 
 /// Bridge with a port for each side of the move and an address of this host.
-struct Bridge;
+pub(super) struct Bridge;
 
 impl Bridge {
-    fn make() -> Result<Self> {
+    pub(super) fn make() -> Result<Self> {
         let bridge = Self;
         run(&["brctl", "addbr", BRIDGE])?;
         for tap in TAPS {
@@ -90,14 +90,14 @@ fn run(command: &[&str]) -> Result<()> {
 }
 
 /// Thread that sends lines to the guest all the time.
-struct Talk {
+pub(super) struct Talk {
     stop: Arc<AtomicBool>,
     lines: Arc<AtomicU64>,
     thread: JoinHandle<Result<f64>>,
 }
 
 impl Talk {
-    fn start(address: SocketAddr) -> Result<Self> {
+    pub(super) fn start(address: SocketAddr) -> Result<Self> {
         let silence = stretched(SILENCE);
         let stream = TcpStream::connect_timeout(&address, silence).context("cannot connect to the guest")?;
         stream.set_read_timeout(Some(silence))?;
@@ -109,7 +109,7 @@ impl Talk {
     }
 
     /// Waits for `more` more lines.
-    fn progresses(&self, more: u64) -> Result<()> {
+    pub(super) fn progresses(&self, more: u64) -> Result<()> {
         let wanted = self.lines.load(Ordering::Acquire) + more;
         let limit = Limit::new(SILENCE);
         while self.lines.load(Ordering::Acquire) < wanted {
@@ -120,7 +120,7 @@ impl Talk {
     }
 
     /// Returns the number of lines, and the longest wait for one in milliseconds.
-    fn finish(self) -> Result<(u64, f64)> {
+    pub(super) fn finish(self) -> Result<(u64, f64)> {
         self.stop.store(true, Ordering::Release);
         let longest =
             self.thread.join().map_err(|_| anyhow::anyhow!("the thread that sends lines panicked"))??;
