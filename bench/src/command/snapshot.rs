@@ -11,8 +11,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use vmferry_client::{Environment, Role, Setup, SingleProcess};
 
-/// Interval at which the end of the snapshot is awaited.
-const POLL: Duration = Duration::from_millis(10);
+/// Interval at which the end of the snapshot is awaited. Each request takes processor time from the
+/// guest.
+const POLL: Duration = Duration::from_millis(100);
 /// Time that a guest may take to fill its memory.
 const START: Duration = Duration::from_secs(120);
 /// Time after the snapshot in which the guest checks pages.

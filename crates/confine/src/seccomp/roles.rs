@@ -281,11 +281,7 @@ pub(super) fn called(role: Role) -> Policy {
             .any(LATENCY)
             .any(&[SYS_fadvise64]),
         Role::Snapshot => {
-            // A thread that writes a guest which runs on gives way to the guest.
-            requests(&[request::PROTECT])
-                .any(PAGES)
-                .any(&[SYS_pwrite64, SYS_fadvise64, SYS_sync_file_range])
-                .and(own_latency())
+            requests(&[request::PROTECT]).any(PAGES).any(&[SYS_pwrite64, SYS_fadvise64, SYS_sync_file_range])
         }
         Role::Arbiter | Role::Traces => network_client(),
         Role::Api => serves().any(&[SYS_geteuid]),
