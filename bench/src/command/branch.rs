@@ -238,23 +238,29 @@ fn until_it_runs(api: &Path, began: Instant) -> Result<f64> {
 }
 
 /// Branches the guest within `budget`, and measures the memory when all guests have written their
-/// working set.
+/// working set. A guest that has done so is paused, so that it takes no processor from the others.
 fn fleet(spec: &GuestSpec, budget: &Budget) -> Result<Fleet> {
-    let (run, parent, mut children) = branched(spec, Some(budget))?;
+    let (run, mut parent, mut children) = branched(spec, Some(budget))?;
     // Several guests share a processor, so the sweep may take longer than the guests intend.
     let needed = (spec.working_set >> 12) as f64;
     let deadline = Instant::now() + 10 * spec.sweep() + PATIENCE;
-    let mut begun: Vec<Option<f64>> = vec![None; children.0.len()];
-    loop {
-        let mut all = true;
-        for ((client, _), first) in children.0.iter_mut().zip(&mut begun) {
+    let begun = parent.runner.status()?["vm"]["guest"]["writes"].as_f64().context("no writes")?;
+    parent.runner.client.call("pause", json!({}))?;
+    let mut waiting: Vec<usize> = (0..children.0.len()).collect();
+    while !waiting.is_empty() {
+        let mut left = Vec::new();
+        for index in waiting {
+            let client = &mut children.0[index].0;
             let status = client.call("status", json!({}))?;
             let now = status["vm"]["guest"]["writes"].as_f64().context("a child reports no writes")?;
-            all &= now - *first.get_or_insert(now) >= needed;
+            // Each child goes on with the count of the parent, which has written more since.
+            if now - begun >= needed {
+                client.call("pause", json!({}))?;
+            } else {
+                left.push(index);
+            }
         }
-        if all {
-            break;
-        }
+        waiting = left;
         if Instant::now() > deadline {
             bail!("the children did not write their working set in time");
         }

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::PAGE_SHIFT;
 use vmferry_engine::{
-    Arrival, Listener, MigrateError, MigrationHandle, MigrationState, Settings, Uri, migrate, receive,
-    restore, restore_on_demand, save, save_copy,
+    Arrival, Listener, MigrateError, MigrationHandle, MigrationState, Settings, Uri, branch, join_branch,
+    migrate, receive, restore, restore_on_demand, save, save_copy,
 };
 use vmferry_kvm::VcpuState;
 use vmferry_kvm::state::IoapicState;
@@ -65,8 +65,13 @@ fn id(vm: &Vm, at: u64) -> [u8; 16] {
 
 /// Returns a VM whose guest waits for the interrupt.
 fn waiting() -> Vm {
+    waiting_on(crate::Backing::Anonymous)
+}
+
+fn waiting_on(backing: crate::Backing) -> Vm {
     let (sink, output) = SerialSink::capture();
     let mut options = VmOptions::new(MEMORY, 1);
+    options.backing = backing;
     options.serial = sink;
     let mut vm = Vm::new(options).unwrap();
     vm.load_kernel(&TestElf::with_entry(&guest()).build(), "").unwrap();
@@ -141,6 +146,31 @@ fn every_copy_gets_a_new_id_and_its_guest_is_told() {
     std::fs::remove_file(&path).unwrap();
     assert!(!interrupted(&mut source), "the original got an interrupt");
     assert_eq!(id(&source, ADDRESS), original);
+}
+
+#[test]
+fn every_child_of_a_branch_gets_a_new_id_and_its_guest_is_told() {
+    if let Err(error) = open_kvm() {
+        return skip(Need::Kvm, error);
+    }
+    let mut parent = waiting_on(crate::Backing::Memfd);
+    let original = id(&parent, ADDRESS);
+    let mut taken = branch(&mut parent, &mut || Ok(())).unwrap();
+    taken.seal().unwrap();
+    let mut ids = vec![original];
+    for _ in 0..2 {
+        let mut child = incoming();
+        let _ = join_branch(&mut child, &taken.point).unwrap();
+        let exit = child.handle().wait_for_exit_timeout(PATIENCE).expect("the guest is told of its new ID");
+        assert_eq!(exit, Exit::PoweredOff(FOUND_CODE));
+        let now = id(&child, ADDRESS);
+        assert_eq!(id(&child, FOUND), now);
+        assert!(!ids.contains(&now), "{now:x?} of {ids:x?}");
+        ids.push(now);
+    }
+    assert!(!interrupted(&mut parent), "the parent got an interrupt");
+    assert_eq!(id(&parent, ADDRESS), original);
+    assert_eq!(id(&parent, FOUND), [0; 16], "the parent sees no write of a child");
 }
 
 #[test]

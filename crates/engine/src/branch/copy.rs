@@ -17,8 +17,7 @@ use vmferry_core::{
 };
 
 /// Number of pages that are copied from an old file at a time. They fit into a second-level cache.
-const PIECE_PAGES: u64 = 128;
-const PIECE: usize = PIECE_PAGES as usize * PAGE_BYTES;
+const PIECE_PAGES: usize = 128;
 /// Number of dirty pages below which another pass would hardly shorten the pause. Copying them
 /// takes about 2 ms.
 const FEW_PAGES: u64 = 1024;
@@ -192,24 +191,22 @@ fn copy_file(
     (region, to): (Region, &File),
     written: &Bitmap,
 ) -> Result<u64, BranchError> {
-    let mut buffer = vec![0; PIECE];
+    let mut buffer = vec![0; PIECE_PAGES * PAGE_BYTES];
     let old = File::from(from.file.try_clone().map_err(not_copied)?);
     let (mut at, mut copied) = (0, 0);
     // `lseek` reports the ranges of the file that have content.
     while let Some(data) = next_data(&old, from.offset, at..region.len).map_err(not_copied)? {
         at = data.end;
-        let mut page = data.start >> PAGE_SHIFT;
-        while page < data.end >> PAGE_SHIFT {
-            let rest = (data.end >> PAGE_SHIFT) - page;
-            let count =
-                (0..rest.min(PIECE_PAGES)).take_while(|more| !written.test(page + more)).count() as u64;
-            if count > 0 {
-                let (bytes, offset) = (&mut buffer[..count as usize * PAGE_BYTES], page << PAGE_SHIFT);
+        let (mut page, end) = (data.start >> PAGE_SHIFT, data.end >> PAGE_SHIFT);
+        while page < end {
+            let clean = (page..end).take(PIECE_PAGES).take_while(|page| !written.test(*page)).count();
+            if clean > 0 {
+                let (bytes, offset) = (&mut buffer[..clean * PAGE_BYTES], page << PAGE_SHIFT);
                 old.read_exact_at(bytes, from.offset + offset).map_err(not_copied)?;
                 to.write_all_at(bytes, offset).map_err(not_copied)?;
-                copied += count;
             }
-            page += count.max(1);
+            copied += clean as u64;
+            page += (clean as u64).max(1);
         }
     }
     Ok(copied)

@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn point_arrives_with_all_files() {
-        for count in [1, 2, MAX_REGIONS as u32] {
+        for count in [1, 2, u32::try_from(MAX_REGIONS).unwrap()] {
             let (one, two) = UnixStream::pair().unwrap();
             let sent = point(count);
             sent.send(one.as_fd()).unwrap();

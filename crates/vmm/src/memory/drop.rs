@@ -5,7 +5,7 @@ use super::{GuestRam, MemoryError, RamRegion};
 use crate::options::{Backing, DropWay};
 use std::os::fd::{AsFd, BorrowedFd};
 use vm_memory::{Bytes, GuestAddress};
-use vmferry_core::{PageRun, RegionId};
+use vmferry_core::{PAGE_BYTES, PAGE_SIZE, PageRun, RegionId};
 use vmferry_sys::{SysError, mapping, memfd};
 
 /// Error that giving back pages returns.
@@ -119,31 +119,35 @@ impl RamRegion {
     /// too, so it does not change.
     ///
     /// A dropped page has the content of the file. Therefore a page is dropped only where the file
-    /// has a hole, which reads as zeros. Any other page keeps its content: with the content of the
-    /// file, it would have an old content of the guest, and zeros would need as much memory as the
-    /// page. Returns true if all pages were dropped.
+    /// has zeros. Any other page keeps its content: with the content of the file, it would have an
+    /// old content of the guest, and zeros would need as much memory as the page. Returns true if
+    /// all pages were dropped.
     fn give_back_private(
         &self,
         run: PageRun,
         (file, offset): (BorrowedFd<'_>, u64),
     ) -> Result<bool, SysError> {
-        let first = offset + run.first.offset();
-        let (mut at, mut dropped, mut all) = (first, Ok(()), true);
-        let address = |byte: u64| self.host_address() + (byte - offset);
-        let mut drop_hole = |hole: std::ops::Range<u64>| {
-            if hole.start < hole.end && dropped.is_ok() {
-                // SAFETY: the hole lies in the mapping, which is private; this crate makes no
-                // references to guest bytes other than to atomics.
-                dropped = unsafe { mapping::drop_pages(address(hole.start)..address(hole.end)) };
+        let bytes = offset + run.first.offset()..offset + run.first.offset() + run.bytes();
+        let (mut kept, mut page) = (Vec::new(), Box::new([0; PAGE_BYTES]));
+        // The first access to a hole fills it with a page of zeros, which counts as data.
+        memfd::data_ranges(file, bytes.clone(), |data| {
+            for at in data.step_by(PAGE_BYTES) {
+                let read = rustix::io::pread(file, &mut page[..], at);
+                if !(read == Ok(PAGE_BYTES) && *page == [0; PAGE_BYTES]) {
+                    kept.push(at);
+                }
             }
-        };
-        memfd::data_ranges(file, first..first + run.bytes(), |data| {
-            drop_hole(at..data.start);
-            at = data.end;
-            all = false;
         })?;
-        drop_hole(at..first + run.bytes());
-        dropped.map(|()| all)
+        let (address, mut at) = (|byte: u64| self.host_address() + (byte - offset), bytes.start);
+        for end in kept.iter().copied().chain([bytes.end]) {
+            if at < end {
+                // SAFETY: the range lies in the mapping, which is private; this crate makes no
+                // references to guest bytes other than to atomics.
+                unsafe { mapping::drop_pages(address(at)..address(end)) }?;
+            }
+            at = end + PAGE_SIZE;
+        }
+        Ok(kept.is_empty())
     }
 }
 

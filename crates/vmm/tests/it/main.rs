@@ -2,6 +2,7 @@
 //! migrated by the real engine.
 
 mod alloc;
+mod branch;
 mod confined;
 mod demand_paging;
 mod disks;
