@@ -51,8 +51,8 @@ impl Guest {
 ///
 /// # Errors
 ///
-/// Fails with [`QemuError::Unavailable`] if QEMU or KVM cannot be used on this host. The caller then
-/// skips the case. Every other error is a failure.
+/// Fails with [`QemuError::Unavailable`] if QEMU or KVM cannot be used on this host. The caller
+/// then skips the case. Every other error is a failure.
 pub fn snapshot(spec: &QemuSpec, file: &Path) -> Result<Run, QemuError> {
     available()?;
     let (folder, kernel) = guest_folder()?;

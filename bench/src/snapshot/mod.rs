@@ -1,8 +1,8 @@
 //! `vmferry-bench snapshot`: snapshots of a running guest, by vmferry and by QEMU.
 //!
 //! Both sides run the same guest, and write it to a file on the same file system. The pause is
-//! compared with the size of the memory: the guest has touched three quarters of it. vmferry reports
-//! its pause itself, and QEMU's pause is the time between its events STOP and RESUME.
+//! compared with the size of the memory: the guest has touched three quarters of it. vmferry
+//! reports its pause itself, and QEMU's pause is the time between its events STOP and RESUME.
 
 use std::path::Path;
 use std::time::Duration;
@@ -206,8 +206,8 @@ fn case(name: String, spec: &GuestSpec, runs: &SideRuns<Side, Run>) -> Case {
     case
 }
 
-/// Returns the slope of the line through `points` with the least squares of the distances, or `None`
-/// for fewer than two points.
+/// Returns the slope of the line through `points` with the least squares of the distances, or
+/// `None` for fewer than two points.
 fn slope(points: &[(f64, f64)]) -> Option<f64> {
     let count = to_f64(points.len() as u64);
     let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;
