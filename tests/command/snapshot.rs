@@ -2,11 +2,13 @@
 //! after every failure.
 
 use crate::support::{
-    Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, kinds, print_line, skip,
-    spawn, vmferry, wait_for,
+    Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, has_kvm, kinds,
+    print_line, skip, spawn, vmferry, wait_for,
 };
 use rustix::process::Signal;
 use serde_json::Value;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -300,4 +302,45 @@ fn failed_hook_fails_the_snapshot_and_the_guest_runs_on() {
     run.wait("the failure", |s| s["outcome"] == "failed");
     run.goes_on();
     run.whole();
+}
+
+/// Runs a KVM guest as another user, who may not handle faults of KVM.
+#[test]
+fn missing_permission_is_named_and_the_guest_runs_on() {
+    let forbidden = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    if !rustix::process::geteuid().is_root() || forbidden.trim() != "0" {
+        return skip(Need::Root, "needs root and vm.unprivileged_userfaultfd=0");
+    }
+    if !has_kvm() {
+        return;
+    }
+    let folder = Folder::new();
+    let theirs = folder.path("theirs");
+    std::fs::create_dir(&theirs).unwrap();
+    std::fs::set_permissions(&theirs, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let api = format!("{theirs}/api");
+    let child = Command::new(VMFERRY)
+        .args(["run", "--guest", "kvm", "--memory", "96M", "--workload", BUSY, "--sandbox", "kill"])
+        .args(["--api", &api, "--migrate-dir", &theirs])
+        .uid(65534)
+        .gid(std::fs::metadata("/dev/kvm").unwrap().gid())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let Ok(child) = child else { return skip(Need::Root, "another user cannot execute this command") };
+    let mut run = Run { child, api };
+    let runs = wait_for("the guest running, or its end", || {
+        let running = run.status().is_some_and(|s| s["vm"]["guest"]["state"] == "running");
+        let ended = run.child.try_wait().unwrap().is_some();
+        if ended || running { Ok(running) } else { Err("neither") }
+    });
+    if !runs {
+        return skip(Need::Root, "another user cannot run a KVM guest here");
+    }
+    let output = snapshot(&run, &format!("file:{theirs}/guest"), &[]);
+    assert_eq!(code(&output), 1, "{output:?}");
+    assert!(errors(&output).contains("vm.unprivileged_userfaultfd"), "{output:?}");
+    run.goes_on();
+    assert!(!Path::new(&format!("{theirs}/guest")).exists());
 }
