@@ -58,6 +58,12 @@
 //! target and pass it to [`Listener::through`]. If the sockets are already connected, pass
 //! [`Sockets`] to [`Migration::over`] on the source, and use [`Listener::passed`] on the target.
 //!
+//! # Branches
+//!
+//! [`branch`] takes one instant of a running guest, from which other guests continue with
+//! [`join_branch`] and share its memory. [`restore_shared`] starts guests that share the pages of a
+//! snapshot.
+//!
 //! # Event loops of devices
 //!
 //! After a guest has left, the source must not handle any further event of the guest's devices,
@@ -116,15 +122,7 @@ pub use vmferry_core::{
     StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window, WriteProtection,
 };
 pub use vmferry_engine::{
-    Accept, Arrival, Attempt, AutoConverge, BulkLimit, Bytes, Change, ChannelCounts, ChannelRole,
-    CodecFigures, Connect, Connected, Cpu, DeltaCacheFigures, Deltas, Downtime, EncodingFigures, Ended,
-    FaultFigures, FillState, FreePagesFigures, Incoming, KnownPages, KnownPagesFigures, Listener,
-    MappedMemory, MigrateError, MigrationHandle, MigrationKind, MigrationMode, MigrationState,
-    OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport, PauseHook, PhaseReport, PostcopyFigures,
-    PostcopyReceiver, PostcopyState, PostcopyWatch, Progress, ReceiveFailure, Received, Refusal, RefusalCode,
-    Report, RestoreError, RestoreProgress, Settings, SnapshotFigures, SnapshotSettings, Sockets,
-    SwitchoverBandwidth, ThrottleFigures, UrgentPath, Uri, UriError, ZstdLevel, arbiter, plan, receive,
-    restore, restore_on_demand, save, save_copy, snapshot_background,
+    Accept, Arrival, Attempt, AutoConverge, BranchError, BranchPoint, Branched, BulkLimit, Bytes, Change, ChannelCounts, ChannelRole, CodecFigures, Connect, Connected, Cpu, DeltaCacheFigures, Deltas, Downtime, EncodingFigures, Ended, FaultFigures, FillState, FreePagesFigures, Incoming, KnownPages, KnownPagesFigures, Listener, MappedMemory, MigrateError, MigrationHandle, MigrationKind, MigrationMode, MigrationState, OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport, PauseHook, PhaseReport, PostcopyFigures, PostcopyReceiver, PostcopyState, PostcopyWatch, Progress, ReceiveFailure, Received, Refusal, RefusalCode, Report, RestoreError, RestoreProgress, Settings, SnapshotFigures, SnapshotSettings, Sockets, SwitchoverBandwidth, ThrottleFigures, UrgentPath, Uri, UriError, ZstdLevel, arbiter, branch, join_branch, plan, receive, restore, restore_on_demand, restore_shared, save, save_copy, snapshot_background,
 };
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};
