@@ -20,6 +20,7 @@ mod scale;
 mod side;
 mod soak;
 mod stalls;
+mod upgrade;
 
 use crate::cpu::CpuMeter;
 use crate::floor::{RECEIVER_SUBCOMMAND, ReceiverCommand, receiver_main};
@@ -100,7 +101,8 @@ fn bench(args: &BenchArgs) -> Result<()> {
         )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
+        let why =
+            "scan, migrate, rtt, plan, faults, soak, upgrade, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.traces && args.name != BenchName::Reaper {
@@ -163,6 +165,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::Plan => &[plan::bench],
         BenchName::Faults => &[faults::bench],
         BenchName::Soak => &[soak::bench],
+        BenchName::Upgrade => &[upgrade::bench],
         BenchName::Limits => &[limits::bench],
         BenchName::Fence => &[arbiter::bench],
         BenchName::All => &[
