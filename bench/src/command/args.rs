@@ -35,11 +35,13 @@ pub(super) enum BenchName {
     Faults,
     /// A thousand migrations in a row through one process
     Soak,
+    /// Guests that continue in a new process of this host: vmferry and QEMU
+    Upgrade,
     /// Limits: many guests, large guests, hostile peers, many connections
     Limits,
     /// Cost of an arbiter (etcd) to downtimes
     Fence,
-    /// All benches except faults, soak, limits and fence
+    /// All benches except faults, soak, upgrade, limits and fence
     All,
 }
 

@@ -22,6 +22,7 @@ mod side;
 mod snapshot;
 mod soak;
 mod stalls;
+mod upgrade;
 
 use crate::cpu::CpuMeter;
 use crate::floor::{RECEIVER_SUBCOMMAND, ReceiverCommand, receiver_main};
@@ -102,7 +103,7 @@ fn bench(args: &BenchArgs) -> Result<()> {
         )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why = "scan, migrate, rtt, snapshot, branch, plan, faults, soak, limits and fence draw no page; omit --html";
+        let why = "scan, migrate, rtt, snapshot, branch, upgrade, plan, faults, soak, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.traces && args.name != BenchName::Reaper {
@@ -167,6 +168,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::Plan => &[plan::bench],
         BenchName::Faults => &[faults::bench],
         BenchName::Soak => &[soak::bench],
+        BenchName::Upgrade => &[upgrade::bench],
         BenchName::Limits => &[limits::bench],
         BenchName::Fence => &[arbiter::bench],
         BenchName::All => &[

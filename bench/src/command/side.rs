@@ -103,6 +103,12 @@ impl Side {
         Ok(side)
     }
 
+    /// Connects to the process that has taken the place of this one at `api`.
+    pub(super) fn reconnect(&mut self, api: &Path) -> Result<()> {
+        self.client = Some(Client::connect(api)?);
+        Ok(())
+    }
+
     /// Returns the last five lines of the log.
     pub(super) fn said(&self) -> String {
         let said = std::fs::read_to_string(&self.log).unwrap_or_default();

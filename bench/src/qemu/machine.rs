@@ -32,6 +32,13 @@ pub(crate) struct Machine {
     child: Reaped,
 }
 
+/// QEMU process whose control socket may not answer yet.
+struct Process {
+    child: Reaped,
+    socket: PathBuf,
+    stderr: PathBuf,
+}
+
 /// Settings that the two processes of a migration share.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setup<'a> {
@@ -61,26 +68,65 @@ impl Machine {
         setup: Setup<'_>,
         budget: Option<&Budget>,
     ) -> Result<Self, QemuError> {
+        let incoming = if incoming { vec!["defer".into()] } else { Vec::new() };
+        let mut process = Self::spawn(side, &incoming, setup, budget)?;
+        let qmp = Self::connect(side, &process.socket, &mut process.child, &process.stderr)?;
+        Ok(Machine { side, stderr: process.stderr, qmp, child: process.child })
+    }
+
+    /// Starts the target of an upgrade, which waits at the sockets `channels`: the one for the
+    /// migration, and the one for descriptors. Calls `hand_over` as soon as the target waits. Its
+    /// control socket answers only after it has received the descriptors.
+    pub(crate) fn succeed(
+        setup: Setup<'_>,
+        channels: [&Path; 2],
+        hand_over: impl FnOnce() -> Result<(), QemuError>,
+    ) -> Result<Self, QemuError> {
+        let side = "destination";
+        let [main, descriptors] = channels.map(|path| path.display().to_string());
+        let address = json!({ "transport": "socket", "type": "unix", "path": descriptors });
+        let incoming =
+            [format!("unix:{main}"), json!({ "channel-type": "cpr", "addr": address }).to_string()];
+        let mut process = Self::spawn(side, &incoming, setup, None)?;
+        let deadline = Instant::now() + START_LIMIT;
+        while !channels[1].exists() {
+            let ended =
+                process.child.wait_for(Duration::from_millis(1)).map_err(QemuError::io("wait for it"))?;
+            if ended.is_some() || Instant::now() > deadline {
+                return Err(QemuError::Ended { side, detail: tail(&process.stderr) });
+            }
+        }
+        hand_over()?;
+        let qmp = Self::connect(side, &process.socket, &mut process.child, &process.stderr)?;
+        Ok(Machine { side, stderr: process.stderr, qmp, child: process.child })
+    }
+
+    /// Starts QEMU, which waits for a migration on each channel of `incoming`, if there is any.
+    fn spawn(
+        side: &'static str,
+        incoming: &[String],
+        setup: Setup<'_>,
+        budget: Option<&Budget>,
+    ) -> Result<Process, QemuError> {
         let socket = setup.folder.join(format!("{side}.qmp"));
         let stderr = setup.folder.join(format!("{side}.stderr"));
         let log = File::create(&stderr).map_err(QemuError::io("create its log"))?;
         let mut command = Command::new(QEMU);
-        command.args(arguments(side, incoming, &socket, setup));
-        if incoming {
-            command.args(["-incoming", "defer"]);
+        command.args(arguments(side, !incoming.is_empty(), &socket, setup));
+        for channel in incoming {
+            command.args(["-incoming", channel]);
         }
-        let end = if incoming { End::Destination } else { End::Source };
+        let end = if incoming.is_empty() { End::Source } else { End::Destination };
         setup.link.enter(end, &mut command).map_err(QemuError::io("enter its network namespace"))?;
         if let Some(budget) = budget {
             budget.enter(&mut command).map_err(QemuError::io("enter its memory cgroup"))?;
         }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        let mut child = Reaped::spawn(&mut command).map_err(QemuError::io("start it"))?;
+        let child = Reaped::spawn(&mut command).map_err(QemuError::io("start it"))?;
         if let Some(budget) = budget {
             budget.adopt(child.id()).map_err(QemuError::io("find it in its memory cgroup"))?;
         }
-        let qmp = Self::connect(side, &socket, &mut child, &stderr)?;
-        Ok(Machine { side, stderr, qmp, child })
+        Ok(Process { child, socket, stderr })
     }
 
     /// Connects to the control socket of a new process.
@@ -109,6 +155,11 @@ impl Machine {
                 });
             }
         }
+    }
+
+    /// Returns the name of the process in messages.
+    pub(crate) fn side(&self) -> &'static str {
+        self.side
     }
 
     /// Returns the process id.
@@ -196,7 +247,11 @@ fn arguments(side: &str, incoming: bool, socket: &Path, setup: Setup<'_>) -> Vec
         .collect();
     let mut pair = |name: &str, value: OsString| arguments.extend([name.into(), value]);
     pair("-name", format!("{side},debug-threads=on").into());
-    if incoming && (spec.prealloc || spec.small_pages) {
+    if spec.upgrade {
+        let memory = format!("memory-backend-memfd,id=pc.ram,size={}B,share=on", spec.memory);
+        pair("-object", memory.into());
+        pair("-machine", "pc,memory-backend=pc.ram,aux-ram-share=on".into());
+    } else if incoming && (spec.prealloc || spec.small_pages) {
         // The source has this memory under the same name.
         let kind = if spec.small_pages { "memfd,share=on" } else { "ram" };
         let prealloc = if spec.prealloc { "on" } else { "off" };

@@ -5,6 +5,7 @@
 //! comes from the guest's serial line. Processor time comes from the kernel.
 
 mod balloon;
+mod cpr;
 mod density;
 mod error;
 mod machine;
@@ -33,6 +34,7 @@ use machine::{Machine, Setup};
 use serial::Serial;
 
 pub use balloon::{Balloon, inflate, move_freed};
+pub use cpr::{Upgrade, upgrade};
 pub(crate) use density::start_guest;
 pub use error::QemuError;
 pub use postcopy::postcopy;
@@ -149,6 +151,8 @@ pub struct QemuSpec {
     pub small_pages: bool,
     /// True if free memory of the host is not touched before the migration.
     pub given_back: bool,
+    /// True if the memory of both processes can be mapped by other processes, for [`upgrade`].
+    pub upgrade: bool,
 }
 
 impl Default for QemuSpec {
@@ -172,6 +176,7 @@ impl Default for QemuSpec {
             prealloc: false,
             small_pages: false,
             given_back: false,
+            upgrade: false,
         }
     }
 }
