@@ -329,7 +329,7 @@ fn missing_permission_is_named_and_the_guest_runs_on() {
         .stderr(Stdio::piped())
         .spawn();
     let Ok(child) = child else { return skip(Need::Root, "another user cannot execute this command") };
-    let mut run = Run { child, api };
+    let mut run = Run::of(child, api);
     let runs = wait_for("the guest running, or its end", || {
         let running = run.status().is_some_and(|s| s["vm"]["guest"]["state"] == "running");
         let ended = run.child.try_wait().unwrap().is_some();
