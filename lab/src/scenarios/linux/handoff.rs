@@ -6,8 +6,8 @@ use super::{Lab, Rig, Verdict};
 use anyhow::{Context, Result, ensure};
 use std::net::SocketAddr;
 
-/// Checks that a guest keeps its memory, its flushed records and its connection when it is handed to
-/// another process while it writes to its disk and answers on the network.
+/// Checks that a guest keeps its memory, its flushed records and its connection when it is handed
+/// to another process while it writes to its disk and answers on the network.
 pub(super) fn handoff(lab: &mut Lab) -> Result<Verdict> {
     if !lab.plan.emulated {
         return Ok(Verdict::Skipped("network interfaces are created only in the emulated machine".into()));
