@@ -28,9 +28,10 @@ impl RunContext {
         };
         status["vm"] = self.vm();
         // Reading it walks the page tables of the guest's memory, and blocks every change of the
-        // address space meanwhile. A handoff would wait for that.
-        let handoff = status["mode"] == "local" && status["outcome"].is_null();
-        let overhead = (!handoff).then(|| self.probe.kvm().and_then(crate::overhead::kib));
+        // address space meanwhile. A handoff would wait for that. Its mode is not known at once.
+        let waits = status["mode"] == "local" || status["state"] == "setup";
+        let overhead =
+            (!waits || !status["outcome"].is_null()).then(|| self.probe.kvm().and_then(crate::overhead::kib));
         status["vm"]["overhead_kib"] = json!(overhead.flatten());
         status
     }
