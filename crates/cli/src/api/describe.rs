@@ -27,6 +27,12 @@ impl RunContext {
             },
         };
         status["vm"] = self.vm();
+        // Reading it walks the page tables of the guest's memory, and blocks every change of the
+        // address space meanwhile. A handoff would wait for that. Its mode is not known at once.
+        let waits = status["mode"] == "local" || status["state"] == "setup";
+        let overhead =
+            (!waits || !status["outcome"].is_null()).then(|| self.probe.kvm().and_then(crate::overhead::kib));
+        status["vm"]["overhead_kib"] = json!(overhead.flatten());
         status
     }
 
@@ -127,7 +133,6 @@ impl RunContext {
             "restore": self.restore(),
             "guest": stats,
             "disks": self.probe.kvm().map(crate::disk::describe),
-            "overhead_kib": self.probe.kvm().and_then(crate::overhead::kib),
             "net": self.probe.kvm().map(crate::net::describe),
             "rings": self.probe.kvm().and_then(crate::rings::describe),
             "balloon": crate::balloon::describe(&self.probe),
