@@ -36,7 +36,7 @@ fn source(folder: &Folder, endpoint: &str, more: &[&str]) -> Run {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let run = Run { child, api };
+    let run = Run::of(child, api);
     run.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
     run
 }
