@@ -28,8 +28,9 @@ impl RunContext {
         };
         status["vm"] = self.vm();
         // Reading it walks the page tables of the guest's memory, which takes 90 ms for each GiB of
-        // small pages, and blocks every change of the address space meanwhile. A guest that moves or
-        // arrives must not wait for that, and clients request the status of a migration all the time.
+        // small pages, and blocks every change of the address space meanwhile. A guest that moves
+        // or arrives must not wait for that, and clients request the status of a migration all the
+        // time.
         let moves = matches!(self.place(), GuestPlace::Awaited | GuestPlace::Moving);
         let overhead = self.probe.kvm().filter(|_| !moves).and_then(crate::overhead::kib);
         status["vm"]["overhead_kib"] = json!(overhead);
