@@ -6,7 +6,7 @@ use std::fs::File;
 use vmferry_sys::SysError;
 use vmferry_sys::uffd::{
     FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID, FEATURE_WP,
-    FEATURE_WP_SHMEM, FEATURE_WP_UNPOPULATED, Userfaultfd,
+    FEATURE_WP_SHMEM, Userfaultfd,
 };
 
 /// `UFFD_FEATURE_MINOR_SHMEM`.
@@ -17,7 +17,7 @@ const PERMIT: &str = "postcopy and on-demand restores of KVM guests need it: be 
 
 pub(super) fn findings() -> Vec<Finding> {
     let missing = FEATURE_MISSING_SHMEM | FEATURE_THREAD_ID;
-    let delayed = FEATURE_WP | FEATURE_WP_SHMEM | FEATURE_WP_UNPOPULATED | FEATURE_THREAD_ID;
+    let delayed = FEATURE_WP | FEATURE_WP_SHMEM | FEATURE_THREAD_ID;
     let minor =
         |feature| Userfaultfd::open(feature).map_err(said).map(|_| "pages can be mapped in place".into());
     vec![
@@ -36,10 +36,8 @@ pub(super) fn findings() -> Vec<Finding> {
         Finding::new(
             "snapshot",
             "writes delayed, kernel and KVM",
-            Userfaultfd::open_full(delayed)
-                .map_err(said)
-                .map(|_| "protected pages, also untouched ones".into()),
-            "snapshots of running KVM guests need it: Linux 6.4, and the permission for faults of the kernel and KVM",
+            Userfaultfd::open_full(delayed).map_err(said).map(|_| "protected pages".into()),
+            "snapshots of running KVM guests need it: Linux 5.19, and the permission for faults of the kernel and KVM",
         ),
         Finding::new(
             "minor_shmem",
