@@ -33,7 +33,12 @@ use vmferry_wire::{HASH_BYTES, MAX_FRAME_PAGES};
 /// Number of pages whose hashes are sent before the share of known pages is judged.
 const SAMPLE: u64 = 1024;
 /// Number of pages that are sent with their content before the next sample, while the target knows
-/// too few pages.
+/// too few pages: after the first such sample, and at most. The number doubles after each such
+/// sample.
+///
+/// The pages that a guest has changed often lie side by side, so a single sample says little about
+/// the pages behind it.
+const FIRST_PAUSE: u64 = 512;
 const PAUSE: u64 = 16 << 10;
 /// Number of pages of a sample after a pause.
 const LATER_SAMPLE: u64 = MAX_FRAME_PAGES as u64;
@@ -235,6 +240,9 @@ struct HashChoice {
     unknown: u64,
     /// Pages to send with their contents before the next sample.
     pause: u64,
+    /// Length of the last pause in pages. 0 before the first one, and after a sample of which the
+    /// target knew enough pages.
+    last_pause: u64,
     /// True after the first pause.
     resampled: bool,
 }
@@ -253,9 +261,11 @@ impl HashChoice {
             return if self.answered + self.open < sample { Next::Hashes } else { Next::Unclear };
         }
         if (self.answered - self.unknown) * SHARE >= self.answered {
+            self.last_pause = 0;
             return Next::Hashes;
         }
-        (self.pause, self.resampled) = (PAUSE, true);
+        self.last_pause = (self.last_pause * 2).clamp(FIRST_PAUSE, PAUSE);
+        (self.pause, self.resampled) = (self.last_pause, true);
         (self.answered, self.unknown) = (0, 0);
         Next::Contents
     }

@@ -291,9 +291,10 @@ fn frames_with_hashes(choice: &mut HashChoice, frames: u64, known: u64) -> u64 {
 fn hashes_are_sent_while_enough_pages_are_known() {
     let mut choice = HashChoice::default();
     assert_eq!(frames_with_hashes(&mut choice, 1000, 200), 1000);
-    // A sample of four frames, and then of one frame in 65.
+    // A sample of four frames, then samples of one frame after pauses of 2, 4, 8, 16 and 32 frames,
+    // and then one frame in 65.
     let mut choice = HashChoice::default();
-    assert_eq!(frames_with_hashes(&mut choice, 1000, 0), 4 + 996 / 65);
+    assert_eq!(frames_with_hashes(&mut choice, 1000, 0), 4 + 5 + (1000 - 4 - 67) / 65);
     assert!(frames_with_hashes(&mut choice, 200, 256) > 130, "the next sample finds known pages");
     assert!(frames_with_hashes(&mut choice, 1000, 10) < 60, "and then none again");
 }
