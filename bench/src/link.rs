@@ -105,6 +105,15 @@ pub(crate) struct Pair {
 }
 
 impl Link {
+    /// Creates a link of the shape `shape`, or loopback for `None`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Shaped::new`].
+    pub(crate) fn of(tools: &Tools, shape: Option<Shape>) -> Result<Self, String> {
+        shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped))
+    }
+
     fn namespace(&self, end: End) -> Option<&Namespace> {
         match self {
             Link::Loopback => None,

@@ -10,7 +10,7 @@ use vmferry_report::json::Document;
 use super::{Options, OurRunner};
 use crate::cases::{self, Figures, figure};
 use crate::goal::at_most;
-use crate::link::{Link, Shape, Shaped, Tools};
+use crate::link::{Link, Shape, Tools};
 use crate::reaper::to_f64;
 use crate::result::MigrationResult;
 use crate::rounds::{Rounds, SideRuns, Stop, enough_memory};
@@ -123,7 +123,7 @@ pub(super) fn run(
         if sides.is_empty() {
             continue;
         }
-        let link = spec.shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped));
+        let link = Link::of(tools, spec.shape);
         let runs = rounds.run(sides, name, |side, _: &[Runs]| {
             let link = link.as_ref().map_err(|why| Stop::Skip(why.clone()))?;
             enough_memory(spec.memory())?;

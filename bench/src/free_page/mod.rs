@@ -23,7 +23,7 @@ use vmferry_report::json::Document;
 
 use crate::cases;
 use crate::host::{self, available_memory};
-use crate::link::{Link, Shaped, Tools};
+use crate::link::{Link, Tools};
 use crate::qemu;
 use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop, enough_memory};
 
@@ -142,7 +142,7 @@ fn wait_on(
         return;
     }
     let spec = &options.moved;
-    let link = shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(&Tools::here(), shape).map(Link::Shaped));
+    let link = Link::of(&Tools::here(), shape);
     let sides = in_turn(rounds, options, group, &options.waits, |wait| {
         enough_memory(spec.memory)?;
         let link = link.as_ref().map_err(|why| Stop::Skip(why.clone()))?;

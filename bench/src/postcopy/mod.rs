@@ -18,7 +18,7 @@ use std::time::Duration;
 use vmferry_report::json::Document;
 
 use crate::host;
-use crate::link::{Link, Shaped, Tools};
+use crate::link::{Link, Tools};
 use crate::pool::{self, Pool};
 use crate::qemu;
 use crate::rounds::{Rounds, Stop, enough_memory};
@@ -158,7 +158,7 @@ fn run_with(
         if turns.is_empty() {
             continue;
         }
-        let link = spec.shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped));
+        let link = Link::of(tools, spec.shape);
         // The huge pages stay reserved until all rounds of the case are over.
         let place = link.and_then(|link| Ok((link, huge_pages(spec, tools)?)));
         rounds.repeats = options.repeats.min(spec.rounds);

@@ -7,7 +7,7 @@ mod spec;
 use vmferry_report::json::Document;
 
 use super::{Options, OurRunner};
-use crate::link::{Link, Shaped, Tools};
+use crate::link::{Link, Tools};
 use crate::postcopy::Run;
 use crate::qemu::{self, QemuSpec};
 use crate::rounds::{Rounds, Stop, enough_memory};
@@ -34,7 +34,7 @@ pub(super) fn run(
         if sides.is_empty() {
             continue;
         }
-        let link = spec.shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped));
+        let link = Link::of(tools, spec.shape);
         let runs = rounds.run(sides, name, |side, _: &[SideRuns]| {
             let link = link.as_ref().map_err(|why| Stop::Skip(why.clone()))?;
             run_side(spec, side, ours, link)
