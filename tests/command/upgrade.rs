@@ -279,12 +279,15 @@ fn new_process_ends_if_the_command_is_killed_before_the_handoff() {
     let folder = Folder::new();
     let run = source("process", &folder);
     // The new process is ready only after a second.
-    let binary = script(&folder, &format!("sleep 1; exec {VMFERRY} \"$@\""));
+    let binary = script(&folder, &format!("echo started >&2; sleep 1; exec {VMFERRY} \"$@\""));
     let (api, log) = (run.api.clone(), folder.path("new.log"));
     let mut command = std::process::Command::new(VMFERRY);
     command.args(["upgrade", "--api", &api, "--binary", &binary, "--log", &log]);
     let mut command = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    wait_for("the log of the new process", || std::fs::metadata(&log).map_err(|error| error.to_string()));
+    wait_for("the start of the new process", || match std::fs::read_to_string(&log) {
+        Ok(said) if said.contains("started") => Ok(()),
+        other => Err(format!("{other:?}")),
+    });
     command.kill().unwrap();
     command.wait().unwrap();
     wait_for("the end of the new process", || {
