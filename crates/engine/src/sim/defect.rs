@@ -53,6 +53,10 @@ pub(super) enum Defect {
     RemembersWhole,
     /// A channel sends pages that belonged to another channel in the pass before.
     SharesPages,
+    /// In a handoff, the source writes memory after it has saved the device state.
+    WritesAfterSaving,
+    /// In a handoff, the target writes memory before it has the guest.
+    WritesAtLoad,
     /// Pages are skipped because of an answer that was asked for before they were protected.
     #[cfg(test)]
     AsksFirst,
@@ -106,6 +110,8 @@ impl Defect {
         Self::KeepsVersions,
         Self::RemembersWhole,
         Self::SharesPages,
+        Self::WritesAfterSaving,
+        Self::WritesAtLoad,
         // Defects in code that can have them in tests only.
         #[cfg(test)]
         Self::AsksFirst,

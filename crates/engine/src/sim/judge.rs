@@ -64,6 +64,7 @@ impl World {
             answered: self.source.answered,
             dropped: self.source.skipping.as_ref().map_or(0, |skipping| skipping.figures().dropped_reports),
             deferrals: self.source.session.deferrals(),
+            local: self.is_local(),
             prepared: self.target.prepared > 0,
             paused: self.source.wanted == RunState::Paused,
             interruptions: self.source.session.interruptions(),

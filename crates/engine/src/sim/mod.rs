@@ -23,6 +23,8 @@
 //! - In half of the migrations that run passes, pages are sent as deltas. A delta refers to the
 //!   version that the target has, unless that page was damaged on the link, and a page that is sent
 //!   again is not a delta.
+//! - In a handoff inside one host, source and target have the same memory, and it does not change
+//!   between the save of the device state and the start of the guest on one of them.
 //! - The guest misses no page, except for pages that it reported as free. Guests free pages, use
 //!   them again, and report wrong pages.
 //! - Reported outcomes are correct.
@@ -132,8 +134,11 @@ fn run_with(seed: u64, defect: Defect) -> Result<Run, String> {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// Kinds of runs that are counted.
-const KINDS: [Kind; 36] = [
+const KINDS: [Kind; 39] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.postcopy),
+    ("handed over with its memory", |end| end.local && end.moved()),
+    ("not handed over, before the commit", |end| end.local && !end.committed && end.failed()),
+    ("not handed over, after the commit", |end| end.local && end.committed && end.failed()),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
     ("completed in postcopy after several", |end| end.whole() && end.interruptions > 1),

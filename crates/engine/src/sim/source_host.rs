@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{Gpa, Layout, MachineConfig, Region, RegionId, RunState, StreamName};
 use vmferry_protocol::source::{Action, Event};
-use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
+use vmferry_wire::{LocalRegion, Refusal, RefusalCode, ToSource, ToTarget};
 
 /// Work of a bulk channel.
 #[derive(Debug, Default)]
@@ -174,10 +174,21 @@ pub(super) fn machine(pages: usize) -> MachineConfig {
     }
 }
 
+/// Returns the description of the memory that is handed over.
+pub(super) fn local_memory(pages: usize) -> Vec<LocalRegion> {
+    vec![LocalRegion { region: RegionId(0), len: (pages as u64) << 12, offset: 0 }]
+}
+
 impl SourceHost {
-    pub(super) fn new(rng: &mut Rng, memory: &Memory, defect: Defect) -> Self {
+    /// Returns the host of a source. If `local` is true, the target is another process of the host,
+    /// and takes over the guest's memory.
+    pub(super) fn new(rng: &mut Rng, memory: &Memory, defect: Defect, local: bool) -> Self {
         let pages = memory.pages.len();
-        let settings = settings(rng);
+        let mut settings = settings(rng);
+        if local {
+            let mode = MigrationMode::Local;
+            settings = Settings { mode, channels: 1, verify: false, auto: None, ..settings };
+        }
         let channels = settings.channels;
         let (session, first) =
             Session::begin(settings.session(), machine(pages), pages as u64, Duration::ZERO);
@@ -382,6 +393,14 @@ impl World {
                 Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why)))
             }
             Action::SendPass { number, pass } => self.begin_pass(number, pass),
+            Action::ShareMemory if self.rng.per_mille(self.faults.step_fails) => {
+                let why = "the memory cannot be shared";
+                Some(Event::LocalFailure(Refusal::new(RefusalCode::Other, why)))
+            }
+            Action::ShareMemory => {
+                let regions = local_memory(self.memory.pages.len());
+                self.source_sends(ToTarget::LocalMemory { regions })
+            }
             Action::AskArbiter { request, after } => {
                 self.ask_arbiter(Side::Source, request, after);
                 None

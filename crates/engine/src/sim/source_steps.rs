@@ -64,6 +64,10 @@ impl World {
             Action::Save { .. } => {
                 // Saving may write guest memory while the guest is stopped.
                 self.memory.write_in_use(&mut self.rng);
+                self.frozen = self.is_local().then(|| self.memory.pages.clone());
+                if self.is_local() && self.defect == Defect::WritesAfterSaving {
+                    self.memory.write_in_use(&mut self.rng);
+                }
                 Event::Saved { sections: self.sections() }
             }
             Action::Release => {
@@ -132,6 +136,7 @@ impl World {
     }
 
     fn resume(&mut self) {
+        self.thaw();
         (self.source.running, self.source.paused) = (true, false);
         let free = !self.target.holds;
         self.promise(free, |_| "resumed without its disks".into());

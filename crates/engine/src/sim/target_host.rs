@@ -2,7 +2,7 @@
 
 use super::link::Cargo;
 use super::rng::Rng;
-use super::source_host::{Idle, MOST_LOOKS, layout, machine};
+use super::source_host::{Idle, MOST_LOOKS, layout, local_memory, machine};
 use super::target_postcopy::Paging;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
 use crate::arbiter::{ArbiterAnswer, Ownership, Side};
@@ -376,11 +376,19 @@ impl World {
                 if self.defect == Defect::StartsAtLoad {
                     self.start();
                 }
+                if self.is_local() && self.defect == Defect::WritesAtLoad {
+                    self.memory.write_in_use(&mut self.rng);
+                }
                 match failed {
                     _ if self.abandoned() => Event::PeerLost("while the state was loaded".into()),
                     true => Event::LocalFailure(why),
                     false => Event::Loaded { micros: 9 },
                 }
+            }
+            Action::TakeMemory(regions) => {
+                let right = regions == local_memory(self.memory.pages.len());
+                self.promise(right, |_| "other memory is taken than was shared".into());
+                if failed { Event::LocalFailure(why) } else { Event::MemoryTaken }
             }
             Action::PrepareVm(_) => {
                 self.target.prepared += 1;
@@ -416,6 +424,10 @@ impl World {
         self.promise(self.source.committed, |_| "started before the commit".into());
         let ours = !self.has_arbiter() || matches!(self.arbiter.register, Some(Ownership::Target { .. }));
         self.promise(ours, |world| format!("started, and the fence holds {:?}", world.arbiter.register));
+        self.thaw();
+        if self.is_local() {
+            self.target.pages.clone_from(&self.memory.pages);
+        }
         self.start_paging();
         let paging = self.target.paging.as_ref();
         let present = |page: &usize| paging.is_none_or(|paging| paging.present[*page]);

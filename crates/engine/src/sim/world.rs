@@ -10,6 +10,7 @@ use super::source;
 use super::source_host::SourceHost;
 use super::target_host::TargetHost;
 use crate::arbiter::{ArbiterError, ArbiterRequest, Ownership, Side};
+use crate::source::MigrationMode;
 use crate::target::session as target;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -75,6 +76,8 @@ pub(super) struct Ending {
     pub(super) interruptions: u64,
     /// Number of deferrals because of the guest's I/O.
     pub(super) deferrals: u64,
+    /// True if the target was to take over the memory instead of copying it.
+    pub(super) local: bool,
     /// True if the target's VM has prepared itself.
     pub(super) prepared: bool,
     /// True if the operator had paused the guest.
@@ -144,6 +147,9 @@ pub(super) struct World {
     pub(super) faults: Faults,
     pub(super) defect: Defect,
     pub(super) memory: Memory,
+    /// In a handoff, the memory when the device state was saved. It must not change until one host
+    /// runs the guest.
+    pub(super) frozen: Option<Vec<u64>>,
     pub(super) source: SourceHost,
     pub(super) target: TargetHost,
     pub(super) arbiter: SimArbiter,
@@ -155,8 +161,11 @@ impl World {
     pub(super) fn new(seed: u64, defect: Defect) -> Self {
         let mut rng = Rng::new(seed);
         let memory = Memory::new(&mut rng);
-        let source = SourceHost::new(&mut rng, &memory, defect);
-        let target = TargetHost::new(&mut rng, memory.pages.len(), source.settings.arbiter.is_some());
+        // A generator of its own, so that the other runs are the same as without handoffs.
+        let local = Rng::new(!seed).per_mille(80);
+        let source = SourceHost::new(&mut rng, &memory, defect, local);
+        let mut target = TargetHost::new(&mut rng, memory.pages.len(), source.settings.arbiter.is_some());
+        target.session = target.session.taking_memory(local);
         let streams = Streams {
             bulk: source.settings.channels.into(),
             urgent: source.settings.urgent_count().into(),
@@ -175,6 +184,7 @@ impl World {
             faults: Faults::default(),
             defect,
             memory,
+            frozen: None,
             source,
             target,
             arbiter: SimArbiter::new(),
@@ -267,6 +277,20 @@ impl World {
     pub(super) fn check_owner(&mut self) {
         let both = self.source.running && self.target.running;
         self.promise(!both, |_| "the guest runs on both sides".into());
+    }
+
+    /// Returns true if source and target have the same memory.
+    pub(super) fn is_local(&self) -> bool {
+        self.source.settings.mode == MigrationMode::Local
+    }
+
+    /// Checks that the memory which is handed over has not changed since the device state was saved.
+    /// The guest is about to run.
+    pub(super) fn thaw(&mut self) {
+        if let Some(frozen) = self.frozen.take() {
+            let same = frozen == self.memory.pages;
+            self.promise(same, |_| "the shared memory has changed since the state was saved".into());
+        }
     }
 
     /// Checks that each running guest is known to run.
