@@ -11,6 +11,7 @@ use crate::codec::{
 use crate::link::Link;
 use crate::result::MigrationResult;
 use crate::stalls::{POLL, on_target};
+use crate::warm::Warm;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::ffi::OsString;
@@ -165,9 +166,11 @@ fn move_back(spec: &ReturnSpec, side: ReturnSide, link: &Link) -> Result<Return>
     };
     source.migrate(&copy)?;
     quietly(&mut source.runner).context("the snapshot")?;
-    std::thread::sleep(spec.settle());
     let mut pair = source.with_target(&setup, &stop)?;
+    let warm = Warm::hold(spec.memory());
+    std::thread::sleep(spec.settle());
     let meters = meters(&pair)?;
+    drop(warm);
     pair.migrate(&MigrateRequest { insecure: true, ..MigrateRequest::to(&pair.uri) })?;
     let report = quietly(&mut pair.source)?;
     let known = &report["known_pages"];
