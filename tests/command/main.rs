@@ -14,6 +14,7 @@ mod ends;
 mod etcd;
 mod failures;
 mod generate;
+mod increments;
 mod known;
 mod moves;
 mod passed;

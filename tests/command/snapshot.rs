@@ -15,20 +15,20 @@ use std::process::{Child, Command, Output, Stdio};
 /// Guest that writes as fast as it can.
 const BUSY: &str = "uniform,ws=24M,data=56M,rate=0,fill=random";
 
-fn busy(kind: &str, folder: &Folder, more: &[&str]) -> Run {
+pub(crate) fn busy(kind: &str, folder: &Folder, more: &[&str]) -> Run {
     let run = Run::start(kind, folder, "source", &[&["--workload", BUSY][..], more].concat());
     run.wait("the guest running", |s| s["vm"]["guest"]["state"] == "running");
     run.wait("the guest writing", |s| s["vm"]["guest"]["writes"].as_u64() > Some(1000));
     run
 }
 
-fn snapshot(run: &Run, uri: &str, more: &[&str]) -> Output {
+pub(crate) fn snapshot(run: &Run, uri: &str, more: &[&str]) -> Output {
     vmferry(&[&["snapshot", "--api", &run.api, uri][..], more].concat())
 }
 
 /// Restores the file, and checks that all pages of the guest are those of one instant: the guest
 /// finds every page as its counters say.
-fn restored(kind: &str, folder: &Folder, name: &str, file: &str, report: &Value) {
+pub(crate) fn restored(kind: &str, folder: &Folder, name: &str, file: &str, report: &Value) {
     restored_on("1", kind, folder, name, (file, report));
 }
 

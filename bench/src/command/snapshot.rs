@@ -63,7 +63,14 @@ fn write_once(spec: &GuestSpec, file: &Path) -> Result<Run> {
         (status["vm"]["guest"]["state"] == "running").then_some(())
     })?;
     std::thread::sleep(spec.warm_up);
-    let request = json!({ "uri": format!("file:{}", file.display()) });
+    let mut request = json!({ "uri": format!("file:{}", file.display()) });
+    if spec.since {
+        let base = file.with_extension("base");
+        guest.runner.client.call("snapshot", json!({ "uri": format!("file:{}", base.display()) }))?;
+        ended(&mut guest.runner, POLL, |_| Ok(()))?;
+        std::thread::sleep(spec.warm_up);
+        request["since"] = base.to_str().context("the path of the base is not text")?.into();
+    }
     let begin = Instant::now();
     guest.runner.client.call("snapshot", request)?;
     let report = ended(&mut guest.runner, POLL, |_| Ok(()))?;

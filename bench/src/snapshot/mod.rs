@@ -3,6 +3,8 @@
 //! Both sides run the same guest, and write it to a file on the same file system. The pause is
 //! compared with the size of the memory: the guest has touched three quarters of it. vmferry
 //! reports its pause itself, and QEMU's pause is the time between its events STOP and RESUME.
+//!
+//! The side `vmferry-since` first writes a complete snapshot, and then measures an increment of it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -61,6 +63,8 @@ pub struct GuestSpec {
     pub memory: u64,
     /// Time for which the guest runs before the snapshot.
     pub warm_up: Duration,
+    /// True to measure an increment of a snapshot that was written just before.
+    pub since: bool,
 }
 
 impl GuestSpec {
@@ -105,6 +109,7 @@ pub trait OurRunner {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Ours,
+    OursSince,
     Qemu,
 }
 
@@ -112,6 +117,7 @@ impl Side {
     fn name(self) -> &'static str {
         match self {
             Self::Ours => "vmferry",
+            Self::OursSince => "vmferry-since",
             Self::Qemu => "qemu",
         }
     }
@@ -123,17 +129,21 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
     let mut rounds = Rounds::new(options.repeats, progress);
     let (mut our_pauses, mut qemu_pauses) = (Vec::new(), Vec::new());
     for memory in &options.memories {
-        let spec = GuestSpec { memory: *memory, warm_up: options.warm_up };
+        let spec = GuestSpec { memory: *memory, warm_up: options.warm_up, since: false };
         let name = |side: Side| format!("{}M/{}", memory >> 20, side.name());
         let wanted = |side: &Side| {
             options.only.is_empty() || options.only.iter().any(|only| name(*side).contains(only))
         };
-        let sides = [Side::Ours, Side::Qemu].into_iter().filter(wanted);
+        let sides = [Side::Ours, Side::OursSince, Side::Qemu].into_iter().filter(wanted);
         for runs in rounds.run(sides, name, |side, _: &[SideRuns<Side, Run>]| once(side, &spec, ours)) {
             let case = case(name(runs.side), &spec, &runs);
             if let Some(pause) = case.metrics.get("pause_ms") {
                 let point = (to_f64(*memory) / GIB, *pause);
-                if runs.side == Side::Ours { our_pauses.push(point) } else { qemu_pauses.push(point) }
+                match runs.side {
+                    Side::Ours => our_pauses.push(point),
+                    Side::OursSince => {}
+                    Side::Qemu => qemu_pauses.push(point),
+                }
             }
             document.cases.push(case);
         }
@@ -157,10 +167,12 @@ fn once(side: Side, spec: &GuestSpec, ours: &mut dyn OurRunner) -> Result<Run, S
     enough_memory(spec.memory / 2)?;
     let fail = |error: std::io::Error| Stop::Fail(format!("a folder for the file: {error}"));
     let folder = tempfile::Builder::new().prefix("vmferry-bench-").tempdir().map_err(fail)?;
-    enough_disk(folder.path(), spec.memory)?;
+    enough_disk(folder.path(), if side == Side::OursSince { 2 * spec.memory } else { spec.memory })?;
     let file = folder.path().join("guest");
     match side {
-        Side::Ours => Ok(ours.run(spec, &file)?),
+        Side::Ours | Side::OursSince => {
+            Ok(ours.run(&GuestSpec { since: side == Side::OursSince, ..spec.clone() }, &file)?)
+        }
         Side::Qemu => {
             let spec = QemuSpec {
                 memory: spec.memory,
@@ -266,6 +278,7 @@ mod tests {
         let memories = [256 << 20, 1 << 30, 16 << 30].to_vec();
         let options = Options { memories, repeats: 1, only: vec!["vmferry".into()], ..Options::quick() };
         let Outcome { document, failures } = run(&options, &mut Growing, &mut |_| ());
+        assert_eq!(document.cases.len(), 6, "a complete snapshot and an increment of each guest");
         assert_eq!(failures, [""; 0]);
         if document.cases.iter().any(|case| case.skipped.is_some()) {
             return vmferry_testkit::skip(vmferry_testkit::Need::Program, document.skipped_text());

@@ -193,7 +193,12 @@ fn files(args: &RunArgs) -> Vec<File> {
     files.extend(args.api.iter().map(|path| File::new(folder_of(path), Use::Sockets)));
     match &args.incoming {
         Some(IncomingArg::At(Uri::Unix(path))) => files.push(File::new(folder_of(path), Use::Sockets)),
-        Some(IncomingArg::At(Uri::File(path)) | IncomingArg::Shared(path)) => files.push(read(path)),
+        Some(IncomingArg::At(Uri::File(path)) | IncomingArg::Shared(path)) => {
+            files.push(read(path));
+            files.extend(
+                vmferry_engine::snapshot_bases(path).into_iter().map(|base| File::new(base, Use::Read)),
+            );
+        }
         _ => {}
     }
     files.extend(args.sandbox.migrate_dirs.iter().map(|path| File::new(path, Use::Folder)));

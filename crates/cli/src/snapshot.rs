@@ -6,22 +6,54 @@ use crate::migrate::watch;
 use crate::usage::wrong_usage;
 use crate::{Status, ctrl_c, output};
 use anyhow::{Context, Result};
-use clap::Args;
+use clap::{Args, Subcommand};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_engine::Uri;
+use vmferry_engine::{Merged, Uri, merge_snapshot};
 
 /// Interval at which the end of a hook is checked.
 const LOOK: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct SnapshotArgs {
+    #[command(subcommand)]
+    command: Option<SnapshotCommand>,
+    #[command(flatten)]
+    take: Option<TakeArgs>,
+}
+
+#[derive(Debug, Subcommand)]
+enum SnapshotCommand {
+    /// Write an increment and the snapshots that it is based on into one complete file
+    ///
+    /// The files that are merged stay as they are. The new file can take the place of the
+    /// increment.
+    Merge(MergeArgs),
+}
+
+#[derive(Debug, Args)]
+struct MergeArgs {
+    /// Increment, as file:PATH
+    from: Uri,
+    /// File to create, as file:PATH
+    ///
+    /// An existing file is never replaced.
+    to: Uri,
+    /// Write the result as JSON to this file (- for standard output)
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct TakeArgs {
     /// Control socket of the process whose guest is written
     #[arg(long, value_name = "PATH")]
     api: PathBuf,
@@ -29,6 +61,12 @@ pub(crate) struct SnapshotArgs {
     ///
     /// An existing file is never replaced. The file is restored with `run --incoming file:PATH`.
     uri: Uri,
+    /// Write only the pages that differ from those of this snapshot
+    ///
+    /// The snapshot must be in the folder of the new file, and must be kept: a restore of the new
+    /// file reads the other pages from it. `vmferry snapshot merge` makes one file of both.
+    #[arg(long, value_name = "FILE", help_heading = heading::TRANSFER)]
+    since: Option<PathBuf>,
     /// Memory for pages that the guest writes before they are in the file
     ///
     /// If the buffer is full, a vCPU that writes such a page waits until the page was copied. The
@@ -60,7 +98,7 @@ pub(crate) struct SnapshotArgs {
     json: Option<PathBuf>,
 }
 
-impl SnapshotArgs {
+impl TakeArgs {
     fn has_hooks(&self) -> bool {
         self.freeze_hook.is_some() || self.thaw_hook.is_some()
     }
@@ -69,6 +107,7 @@ impl SnapshotArgs {
         let limit = || u64::try_from(self.hook_timeout.as_millis()).unwrap_or(u64::MAX);
         SnapshotRequest {
             uri: self.uri.to_string(),
+            since: self.since.clone(),
             snapshot_buffer: Some(self.snapshot_buffer),
             max_bandwidth: self.max_bandwidth,
             verify: self.verify,
@@ -78,6 +117,37 @@ impl SnapshotArgs {
 }
 
 pub(crate) fn snapshot(args: &SnapshotArgs) -> Result<Status> {
+    match (&args.command, &args.take) {
+        (Some(SnapshotCommand::Merge(args)), _) => merge(args),
+        (None, Some(args)) => take(args),
+        (None, None) => wrong_usage!("a snapshot needs --api and a file; see `vmferry snapshot --help`"),
+    }
+}
+
+fn merge(args: &MergeArgs) -> Result<Status> {
+    let (Uri::File(from), Uri::File(to)) = (&args.from, &args.to) else {
+        wrong_usage!("snapshots are merged from a file into a file; use file:PATH for both");
+    };
+    let json_out = args.json.as_deref().map(output::open).transpose()?;
+    let cancelled = Arc::new(AtomicBool::new(false));
+    let pressed = Arc::clone(&cancelled);
+    ctrlc::set_handler(move || pressed.store(true, Ordering::Relaxed)).context("cannot catch Ctrl-C")?;
+    let Some(merged) = merge_snapshot(from, to, &cancelled)? else {
+        output::print_message(&format!("{} was not written: cancelled on request", args.to));
+        return Ok(Status::Failed);
+    };
+    let Merged { id, files, pages, bytes, .. } = merged;
+    match json_out {
+        Some(mut out) => {
+            let result = json!({ "id": id, "files": files, "pages": pages, "bytes": bytes });
+            writeln!(out, "{}", serde_json::to_string_pretty(&result)?)?;
+        }
+        None => println!("{}: {pages} pages of {files} files, {bytes} bytes", args.to),
+    }
+    Ok(Status::Done)
+}
+
+fn take(args: &TakeArgs) -> Result<Status> {
     if !matches!(args.uri, Uri::File(_)) {
         wrong_usage!("a snapshot is written to a file, not to {}; use file:PATH", args.uri);
     }
@@ -133,7 +203,7 @@ fn advice(report: &Value, uri: &Uri) -> String {
 }
 
 /// Executes the hooks as soon as the guest is paused, and ends the pause.
-fn hooks(args: &SnapshotArgs, client: &mut Client) -> Result<()> {
+fn hooks(args: &TakeArgs, client: &mut Client) -> Result<()> {
     loop {
         let answer = client.call("snapshot-pause", json!({}))?;
         match answer["paused"].as_bool() {

@@ -107,8 +107,9 @@ pub use report::{
 #[cfg(feature = "tls")]
 pub use rustls;
 pub use snapshot::{
-    FillState, OnDemandRestore, PauseHook, RestoreError, RestoreProgress, SnapshotSettings, restore,
-    restore_on_demand, restore_shared, save, save_copy, snapshot_background,
+    FillState, Merged, OnDemandRestore, PauseHook, RestoreError, RestoreProgress, SnapshotSettings,
+    merge_snapshot, restore, restore_on_demand, restore_shared, save, save_copy, snapshot_background,
+    snapshot_bases,
 };
 /// Walk of a sender over the pages of a pass. Public for `vmferry-bench`, which compares the walk
 /// with plain scanners.

@@ -130,6 +130,11 @@ pub struct Report {
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SnapshotFigures {
+    /// Name of the file of the base, if the snapshot is an increment.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
+    /// Number of pages with content that were not written, because the base has them.
+    pub base_pages: u64,
     /// Number of rounds in which memory was protected while the guest ran.
     pub arming_rounds: u64,
     /// Number of faults of the guest in these rounds.

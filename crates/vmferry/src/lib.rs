@@ -125,13 +125,13 @@ pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, BranchError, BranchPoint, Branched, BulkLimit, Bytes, Change,
     ChannelCounts, ChannelRole, CodecFigures, Connect, Connected, Cpu, DeltaCacheFigures, Deltas, Downtime,
     EncodingFigures, Ended, FaultFigures, FillState, FreePagesFigures, Incoming, KnownPages,
-    KnownPagesFigures, Listener, MappedMemory, MigrateError, MigrationHandle, MigrationKind, MigrationMode,
-    MigrationState, OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport, PauseHook, PhaseReport,
-    PostcopyFigures, PostcopyReceiver, PostcopyState, PostcopyWatch, Progress, ReceiveFailure, Received,
-    Refusal, RefusalCode, Report, RestoreError, RestoreProgress, Settings, SnapshotFigures, SnapshotSettings,
-    Sockets, SwitchoverBandwidth, ThrottleFigures, UrgentPath, Uri, UriError, ZstdLevel, arbiter, branch,
-    join_branch, plan, receive, restore, restore_on_demand, restore_shared, save, save_copy,
-    snapshot_background,
+    KnownPagesFigures, Listener, MappedMemory, Merged, MigrateError, MigrationHandle, MigrationKind,
+    MigrationMode, MigrationState, OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport, PauseHook,
+    PhaseReport, PostcopyFigures, PostcopyReceiver, PostcopyState, PostcopyWatch, Progress, ReceiveFailure,
+    Received, Refusal, RefusalCode, Report, RestoreError, RestoreProgress, Settings, SnapshotFigures,
+    SnapshotSettings, Sockets, SwitchoverBandwidth, ThrottleFigures, UrgentPath, Uri, UriError, ZstdLevel,
+    arbiter, branch, join_branch, merge_snapshot, plan, receive, restore, restore_on_demand, restore_shared,
+    save, save_copy, snapshot_background, snapshot_bases,
 };
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};

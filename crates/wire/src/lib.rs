@@ -66,9 +66,10 @@ pub use hello::{
 };
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 pub use snapshot::{
-    MAX_MACHINE_BYTES, MAX_STATE_PART_BYTES, PageTable, PartSum, RegionOffsets, SNAPSHOT_HEADER_BYTES,
-    SNAPSHOT_VERSION, SnapshotError, SnapshotHeader, SnapshotMap, SnapshotPart, SnapshotRegion, TABLE_BYTES,
-    TABLE_PAGES, TableIndex, decode_part, encode_machine, encode_state,
+    BaseName, MAX_MACHINE_BYTES, MAX_STATE_PART_BYTES, PageEntry, PageTable, PartSum, RegionOffsets,
+    SNAPSHOT_HEADER_BYTES, SNAPSHOT_VERSION, SnapshotBase, SnapshotError, SnapshotHeader, SnapshotMap,
+    SnapshotPart, SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, TableKind, decode_part,
+    encode_machine, encode_state,
 };
 
 use crc_fast::{CrcAlgorithm, checksum};

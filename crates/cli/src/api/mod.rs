@@ -29,7 +29,7 @@ use crate::tls::TlsTexts;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 pub(crate) use vmferry_client::{Client, is_gone};
 use vmferry_engine::{MigrationMode, Settings, Tls};
@@ -104,6 +104,9 @@ pub(crate) struct MigrateRequest {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct SnapshotRequest {
     pub(crate) uri: String,
+    /// Path of the snapshot on which the file is based.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) since: Option<PathBuf>,
     /// Size of the buffer for pages that the guest writes, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) snapshot_buffer: Option<u64>,

@@ -42,6 +42,9 @@ fn prepare(request: &SnapshotRequest, shared: &RunContext) -> Result<(Uri, PathB
         );
     }
     sandbox::goes_to(&uri, &shared.sandbox)?;
+    if let Some(base) = &request.since {
+        sandbox::goes_to(&Uri::File(base.clone()), &shared.sandbox)?;
+    }
     shared.require_all_pages()?;
     // This must happen before the answer: a client that reads the status next must not see an older
     // migration.
@@ -64,6 +67,7 @@ fn take(
     settings.buffer = request.snapshot_buffer.unwrap_or(settings.buffer);
     settings.max_bandwidth = request.max_bandwidth;
     settings.verify = request.verify;
+    settings.since.clone_from(&request.since);
     settings.in_pause = request.hook_limit_ms.map(|limit| {
         let (shared, handle) = (Arc::clone(shared), Arc::clone(&handle));
         PauseHook::new(move || shared.pause_gate.hold(Duration::from_millis(limit), || handle.cancelled()))

@@ -42,6 +42,7 @@ impl BranchPoint {
         let header = SnapshotHeader {
             id,
             copy: true,
+            base: None,
             machine: machine_sum,
             state: state_sum,
             regions: layout.regions().iter().map(entry).collect(),

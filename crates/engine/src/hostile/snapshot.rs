@@ -14,8 +14,9 @@ use vmferry_core::{
     RegionId, RunState, Section, TargetVm, VmError,
 };
 use vmferry_wire::{
-    MigrationId, PageTable, PartSum, SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap, SnapshotRegion,
-    TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state, hostile,
+    BaseName, MigrationId, PageTable, PartSum, SNAPSHOT_HEADER_BYTES, SnapshotBase, SnapshotHeader,
+    SnapshotMap, SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, TableKind, encode_machine,
+    encode_state, hostile,
 };
 
 /// Number of pages of each region, by its number. The first region has two tables.
@@ -28,6 +29,12 @@ const MEND: u8 = 1;
 const LAZY: u8 = 2;
 /// Flag: the file ends early.
 const CUT: u8 = 4;
+/// Flag: the file is an increment of a valid file.
+const INCREMENT: u8 = 8;
+/// Pages with content that an increment leaves to its base.
+const IN_BASE: [(usize, u64); 2] = [(0, 1), (1, 8)];
+/// Word of a page of the base in a table of an increment.
+const BASE_WORD: u64 = u64::MAX;
 /// Maximum number of changes. Bytes behind them are ignored.
 const CHANGES: usize = 64;
 /// Maximum number of bytes by which a part may grow.
@@ -94,24 +101,31 @@ struct Parts {
     indexes: Vec<Vec<u8>>,
     tables: Vec<Vec<[u8; TABLE_BYTES]>>,
     pages: Vec<(usize, u64, [u8; PAGE_BYTES])>,
+    kind: TableKind,
 }
 
 impl Parts {
-    /// Returns the parts of a valid file.
-    fn new(config: &MachineConfig) -> Self {
+    /// Returns the parts of a valid file, which is an increment if `base` is given.
+    fn new(config: &MachineConfig, base: Option<SnapshotBase>) -> Self {
+        let kind = if base.is_some() { TableKind::Increment } else { TableKind::Complete };
+        let in_base = |page: &(usize, u64)| base.is_some() && IN_BASE.contains(page);
         let section = Section { name: "cpu".into(), instance: 1, version: 1, payload: vec![5; 70] };
         let (machine, machine_sum) = encode_machine(config).expect("small");
         let (state, state_sum) = encode_state(&[section.clone(), section]).expect("small");
-        let pages: Vec<_> = CONTENTS.iter().map(|(at, page)| (*at, *page, content(*at, *page))).collect();
+        let here: Vec<_> = CONTENTS.iter().filter(|page| !in_base(page)).collect();
+        let pages = here.iter().map(|(at, page)| (*at, *page, content(*at, *page))).collect();
         let (mut regions, mut indexes, mut tables) = (vec![], vec![], vec![]);
         for (position, region) in config.regions.iter().enumerate() {
             let (mut words, mut own) = (vec![], vec![]);
             for block in 0..region.pages().div_ceil(TABLE_PAGES as u64) {
-                let mut table = PageTable::default();
-                let here = |(at, page): &&(usize, u64)| *at == position && page / TABLE_PAGES as u64 == block;
-                for (at, page) in CONTENTS.iter().filter(here) {
-                    let slot = usize::try_from(page % TABLE_PAGES as u64).expect("small");
-                    table.set(slot, Some(PageDigest::of(&content(*at, *page))));
+                let first = block * TABLE_PAGES as u64;
+                let mut table = PageTable::new(kind);
+                for page in (first..region.pages().min(first + TABLE_PAGES as u64))
+                    .filter(|page| !in_base(&(position, *page)))
+                {
+                    let slot = usize::try_from(page - first).expect("small");
+                    let digest = || PageDigest::of(&content(position, page));
+                    table.set(slot, CONTENTS.contains(&(position, page)).then(digest));
                 }
                 let (bytes, sum) = table.encode().unwrap_or(([0; TABLE_BYTES], 0));
                 words.push(sum);
@@ -126,12 +140,13 @@ impl Parts {
         let header = SnapshotHeader {
             id: MigrationId([7; 16]),
             copy: false,
+            base,
             machine: machine_sum,
             state: state_sum,
             regions,
         };
         let header = header.encode().expect("a layout");
-        Self { header, machine, state, indexes, tables, pages }
+        Self { header, machine, state, indexes, tables, pages, kind }
     }
 
     /// Makes the change that the next bytes describe. Returns false if no bytes are left.
@@ -170,7 +185,8 @@ impl Parts {
     fn mend(&mut self) {
         for (position, tables) in self.tables.iter().enumerate() {
             for (block, table) in tables.iter().enumerate() {
-                let empty = table.iter().all(|byte| *byte == 0);
+                let unwritten = if self.kind == TableKind::Increment { 0xff } else { 0 };
+                let empty = table.iter().all(|byte| *byte == unwritten);
                 let word = if empty { 0 } else { hostile::part_sum(table).max(1) };
                 put(&mut self.indexes[position], 8 * block, &word.to_le_bytes());
             }
@@ -194,6 +210,7 @@ impl Parts {
         let header = SnapshotHeader {
             id: MigrationId([0; 16]),
             copy: false,
+            base: None,
             machine: sum(sizes[0]),
             state: sum(sizes[1]),
             regions: entries.collect(),
@@ -250,8 +267,8 @@ fn memory_file() -> File {
     }
 }
 
-/// Restores a guest from a valid file with the changes that `bytes` describe. The first byte has
-/// flags.
+/// Restores a guest from a valid file, or a valid increment, with the changes that `bytes`
+/// describe. The first byte has flags.
 ///
 /// # Panics
 /// If a guest is started whose memory differs from the tables of the file, or from a changed file
@@ -260,7 +277,13 @@ pub fn drive_snapshot(bytes: &[u8]) {
     let Some((flags, mut rest)) = bytes.split_first() else { return };
     let regions = layout(&REGIONS);
     let mut vm = Machine::new(&regions);
-    let mut parts = Parts::new(&vm.config);
+    // The base is found in the folder of the file: that of the descriptors of this process.
+    let base_file = Parts::new(&vm.config, None).write(&regions, false, None);
+    let base = SnapshotBase {
+        id: MigrationId([7; 16]),
+        name: BaseName::new(base_file.as_raw_fd().to_string().as_bytes()).expect("a name"),
+    };
+    let mut parts = Parts::new(&vm.config, (flags & INCREMENT != 0).then_some(base));
     let cut = (flags & CUT != 0).then(|| first(&mut rest) * 1024);
     let mut changes = 0;
     while changes < CHANGES && parts.change(&mut rest) {
@@ -307,11 +330,20 @@ fn check(memory: &Memory, parts: &Parts) {
     for ((position, (id, pages)), tables) in REGIONS.iter().enumerate().zip(&parts.tables) {
         let window = memory.window(RegionId(*id), PageRun::from(0..*pages)).expect("a region");
         for (page, word) in tables.as_flattened().chunks_exact(8).enumerate().take(window.pages()) {
-            let want = u64::from_le_bytes(word.try_into().expect("a word"));
+            let want = match u64::from_le_bytes(word.try_into().expect("a word")) {
+                BASE_WORD if parts.kind == TableKind::Increment => digest_in_base(position, page as u64),
+                word => word,
+            };
             let digest = window.digest(page, &mut scratch).map_or(0, |digest| digest.0.max(1));
             assert_eq!(digest, want, "page {page} of region {position}");
         }
     }
+}
+
+/// Returns the word of a page in the table of the base.
+fn digest_in_base(position: usize, page: u64) -> u64 {
+    let has_content = CONTENTS.contains(&(position, page));
+    if has_content { PageDigest::of(&content(position, page)).0.max(1) } else { 0 }
 }
 
 /// Returns the next byte and removes it.

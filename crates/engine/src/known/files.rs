@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use vmferry_core::{PAGE_BYTES, PAGE_SIZE, PageDigest};
-use vmferry_wire::{SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap, TABLE_BYTES};
+use vmferry_wire::{PageEntry, SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap, TABLE_BYTES, TableKind};
 
 /// Number of bits of the page number in a [`Place`].
 const PAGE_BITS: u32 = 52;
@@ -51,24 +51,30 @@ pub(super) fn entries(file: &File, number: u16, most: usize) -> io::Result<(Vec<
     }
     let len = metadata.len();
     let found = match snapshot(file, len) {
-        Some(map) => of_snapshot(file, number, &map, most),
+        Some((kind, map)) => of_snapshot(file, number, (kind, &map), most),
         None => of_image(file, number, len, most),
     }?;
     assert!(found.0.len() <= most, "the index is bounded");
     Ok(found)
 }
 
-/// Returns the map of the file if it has the header and the length of a snapshot.
-fn snapshot(file: &File, len: u64) -> Option<SnapshotMap> {
+/// Returns the kind and the map of the file if it has the header and the length of a snapshot.
+fn snapshot(file: &File, len: u64) -> Option<(TableKind, SnapshotMap)> {
     let mut header = [0; SNAPSHOT_HEADER_BYTES];
     file.read_exact_at(&mut header, 0).ok()?;
-    SnapshotHeader::decode(&header, len).ok().map(|(_, map)| map)
+    let (header, map) = SnapshotHeader::decode(&header, len).ok()?;
+    Some((header.kind(), map))
 }
 
 /// Returns the entries of a snapshot, from the tables with the digests of its pages.
 ///
 /// The checksums of the tables are not checked, because an entry is only a hint.
-fn of_snapshot(file: &File, number: u16, map: &SnapshotMap, most: usize) -> io::Result<(Vec<Entry>, bool)> {
+fn of_snapshot(
+    file: &File,
+    number: u16,
+    (kind, map): (TableKind, &SnapshotMap),
+    most: usize,
+) -> io::Result<(Vec<Entry>, bool)> {
     let mut entries = Vec::new();
     let mut chunk = vec![0; CHUNK];
     for region in &map.regions {
@@ -80,8 +86,7 @@ fn of_snapshot(file: &File, number: u16, map: &SnapshotMap, most: usize) -> io::
                 let page = (part.start - tables.start) / 8;
                 for (digest, page) in words.as_chunks::<8>().0.iter().zip(page..region.pages) {
                     let digest = u64::from_le_bytes(*digest);
-                    // The word 0 stands for a page of zeros.
-                    if digest == 0 {
+                    if kind.entry(digest) != PageEntry::Here {
                         continue;
                     }
                     if entries.len() == most {

@@ -79,6 +79,7 @@ fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-fn folder(path: &Path) -> &Path {
+/// Returns the folder of `path`.
+pub(super) fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

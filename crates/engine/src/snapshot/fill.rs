@@ -1,14 +1,14 @@
 //! Filling of memory with pages from a snapshot file. The threads that handle faults read the pages
 //! of the faults, and another thread reads all pages in order (the sweep).
 
-use super::open::{SnapshotPages, slot};
+use super::open::{BlockPages, SnapshotPages, slot};
 use super::progress::{FillState, RestoreProgress};
 use crate::demand::{self, MissingSet, PageLocation, PageSource};
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet};
-use vmferry_wire::{PageTable, TABLE_PAGES};
+use vmferry_wire::TABLE_PAGES;
 
 /// Number of aligned pages that are placed together, because the guest is likely to need the
 /// neighbours of a fault next. If the sweep has claimed the page that a thread waits for, the
@@ -41,7 +41,7 @@ pub(super) struct SnapshotFile {
 
 /// State of one thread that reads the file.
 pub(super) struct Reader {
-    /// Table that was read last. Kept because the sweep needs it again.
+    /// Block whose tables were read last. Kept because the sweep needs it again.
     cached: Option<Cached>,
     buffer: Vec<u8>,
 }
@@ -49,8 +49,8 @@ pub(super) struct Reader {
 struct Cached {
     position: usize,
     block: u64,
-    /// `None` if no page of the table has content.
-    table: Option<PageTable>,
+    /// `None` if no page of the block has content.
+    pages: Option<BlockPages>,
 }
 
 impl PageSource for SnapshotFile {
@@ -78,19 +78,19 @@ impl PageSource for SnapshotFile {
     }
 }
 
-/// Returns the table of `page`, from `cached` if it is that table.
-fn table<'a>(
+/// Returns the block of `page`, from `cached` if it is that block.
+fn block<'a>(
     cached: &'a mut Option<Cached>,
     pages: &SnapshotPages,
     position: usize,
     page: u64,
-) -> Result<&'a Option<PageTable>, super::RestoreError> {
+) -> Result<&'a Option<BlockPages>, super::RestoreError> {
     let block = page / TABLE_PAGES as u64;
     let found = match cached.take() {
         Some(found) if (found.position, found.block) == (position, block) => found,
-        _ => Cached { position, block, table: pages.table(position, block)? },
+        _ => Cached { position, block, pages: pages.block(position, block)? },
     };
-    Ok(&cached.insert(found).table)
+    Ok(&cached.insert(found).pages)
 }
 
 impl SnapshotFile {
@@ -113,8 +113,8 @@ impl SnapshotFile {
         let claim = |page| {
             missing.is_missing(PageLocation { region, page }) && missing.claim(PageLocation { region, page })
         };
-        let table = match table(&mut reader.cached, &self.pages, region, wanted.start) {
-            Ok(table) => table,
+        let block = match block(&mut reader.cached, &self.pages, region, wanted.start) {
+            Ok(block) => block,
             Err(why) => {
                 let lost = wanted.filter(|page| claim(*page)).count() as u64;
                 if lost > 0 {
@@ -123,8 +123,8 @@ impl SnapshotFile {
                 return 0;
             }
         };
-        let table = table.as_ref();
-        let has = |page| table.is_some_and(|table| table.has_content(slot(PageIndex(page))));
+        let block = block.as_ref();
+        let has = |page| block.is_some_and(|block| block.has_content(slot(PageIndex(page))));
         let mut at = wanted.start;
         while at < wanted.end {
             let first = at;
@@ -136,8 +136,8 @@ impl SnapshotFile {
                 at += 1;
             }
             let run = PageRun::from(first..at);
-            match table {
-                Some(table) if has(first) => self.place(missing, region, run, table, &mut reader.buffer),
+            match block {
+                Some(block) if has(first) => self.place(missing, region, run, block, &mut reader.buffer),
                 _ => self.note(missing.take_zeros(region, run)),
             }
         }
@@ -145,14 +145,21 @@ impl SnapshotFile {
     }
 
     /// Reads the pages of `run`, which the caller has claimed, and places them.
-    fn place(&self, missing: &MissingSet, region: usize, run: PageRun, table: &PageTable, buffer: &mut [u8]) {
+    fn place(
+        &self,
+        missing: &MissingSet,
+        region: usize,
+        run: PageRun,
+        block: &BlockPages,
+        buffer: &mut [u8],
+    ) {
         let bytes = &mut buffer[..usize::try_from(run.bytes()).unwrap_or(usize::MAX)];
-        if let Err(why) = self.pages.read(region, run.first, bytes, table) {
+        if let Err(why) = self.pages.read(region, run.first, bytes, block) {
             if run.count == 1 {
                 return self.fail(missing, 1, &why.to_string());
             }
             // One page that cannot be read must not prevent its neighbours from being placed.
-            let single = |page| self.place(missing, region, (page..page + 1).into(), table, buffer);
+            let single = |page| self.place(missing, region, (page..page + 1).into(), block, buffer);
             return run.range().for_each(single);
         }
         match missing.place_run(region, run, bytes) {

@@ -7,8 +7,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmferry_core::{Layout, PAGE_SIZE};
 use vmferry_wire::{
-    MigrationId, PageTable, PartSum, RegionOffsets, SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap,
-    SnapshotRegion, TABLE_BYTES, TableIndex,
+    MigrationId, PageTable, PartSum, RegionOffsets, SNAPSHOT_HEADER_BYTES, SnapshotBase, SnapshotHeader,
+    SnapshotMap, SnapshotRegion, TABLE_BYTES, TableIndex,
 };
 
 /// Checksums and counts of a region, which the threads share.
@@ -30,12 +30,26 @@ pub(super) struct Image<'a> {
     state: Encoded,
     regions: Vec<RegionSums>,
     bytes: AtomicU64,
+    pages: AtomicU64,
+}
+
+/// Identity of a snapshot.
+#[derive(Debug, Clone)]
+pub(super) struct Identity {
+    pub(super) id: MigrationId,
+    /// True if the guest runs on.
+    pub(super) copy: bool,
+    /// Base, if the file is an increment.
+    pub(super) base: Option<SnapshotBase>,
 }
 
 /// Amount of data in a complete file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ImageFigures {
     pub(super) bytes: u64,
+    /// Pages of the guest with content.
+    pub(super) contents: u64,
+    /// Pages whose content is in the file.
     pub(super) raw_pages: u64,
 }
 
@@ -59,7 +73,7 @@ impl<'a> Image<'a> {
             contents: AtomicU64::new(0),
         };
         let regions = map.regions.iter().map(sums).collect();
-        Self { file, map, machine, state, regions, bytes: AtomicU64::new(0) }
+        Self { file, map, machine, state, regions, bytes: AtomicU64::new(0), pages: AtomicU64::new(0) }
     }
 
     /// Returns the file.
@@ -72,21 +86,29 @@ impl<'a> Image<'a> {
         &self.map.regions
     }
 
-    /// Writes table `block` of the region at `position`, unless no page of the table has content.
-    /// Returns the number of pages with content. Each table is written once.
-    pub(super) fn put_table(&self, position: usize, block: u64, table: &PageTable) -> Result<u64, Stop> {
-        let contents = table.contents();
+    /// Writes table `block` of the region at `position`, unless the table says nothing. `contents`
+    /// is the number of pages of the block with content: in an increment, some of them may be in
+    /// the base. Each table is written once.
+    pub(super) fn put_table(
+        &self,
+        position: usize,
+        block: u64,
+        table: &PageTable,
+        contents: u64,
+    ) -> Result<(), Stop> {
+        let (sums, here) = (&self.regions[position], table.contents());
+        debug_assert!(here <= contents, "a page in the file has content");
+        sums.contents.fetch_add(contents, Ordering::Relaxed);
         if let Some((bytes, sum)) = table.encode() {
             let at = self.map.regions[position].table(block);
             self.file.write_all_at(&bytes, at).map_err(Stop::File)?;
-            let sums = &self.regions[position];
             // Relaxed suffices, because only this thread writes the entry of this block, and the
             // reader of the sums has joined all threads.
             sums.index[usize::try_from(block).unwrap_or(usize::MAX)].store(sum, Ordering::Relaxed);
-            sums.contents.fetch_add(contents, Ordering::Relaxed);
-            self.bytes.fetch_add(TABLE_BYTES as u64 + contents * PAGE_SIZE, Ordering::Relaxed);
+            self.pages.fetch_add(here, Ordering::Relaxed);
+            self.bytes.fetch_add(TABLE_BYTES as u64 + here * PAGE_SIZE, Ordering::Relaxed);
         }
-        Ok(contents)
+        Ok(())
     }
 
     /// Returns the checksums of the tables that were written so far.
@@ -98,11 +120,7 @@ impl<'a> Image<'a> {
 
     /// Writes all parts other than tables and contents, the header last. All threads that write
     /// tables have ended.
-    pub(super) fn finish(
-        self,
-        layout: &Layout,
-        (id, copy): (MigrationId, bool),
-    ) -> Result<ImageFigures, Stop> {
+    pub(super) fn finish(self, layout: &Layout, identity: Identity) -> Result<ImageFigures, Stop> {
         let put = |bytes: &[u8], at| self.file.write_all_at(bytes, at).map_err(Stop::File);
         let (machine, state) = (self.machine, self.state);
         put(&machine.0, self.map.machine)?;
@@ -118,9 +136,10 @@ impl<'a> Image<'a> {
             regions.push(SnapshotRegion { region: *region, index_sum, contents: own.contents.into_inner() });
         }
         self.file.set_len(self.map.len).map_err(Stop::File)?;
-        let header = SnapshotHeader { id, copy, machine: machine.1, state: state.1, regions };
-        let raw_pages = header.regions.iter().map(|region| region.contents).sum();
+        let Identity { id, copy, base } = identity;
+        let header = SnapshotHeader { id, copy, base, machine: machine.1, state: state.1, regions };
+        let contents = header.regions.iter().map(|region| region.contents).sum();
         put(&header.encode()?, 0)?;
-        Ok(ImageFigures { bytes, raw_pages })
+        Ok(ImageFigures { bytes, contents, raw_pages: self.pages.into_inner() })
     }
 }

@@ -6,6 +6,10 @@
 //! Therefore several threads can write and read a file, pages of zeros are holes in the file, and
 //! one page can be read without the others.
 //!
+//! A snapshot can be an increment: a file with the pages that differ from those of another
+//! snapshot. A restore reads all files of such a chain ([`open`]), and [`merge`] makes one file of
+//! them.
+//!
 //! The file is written under a temporary name, and gets its final name once all of it has reached
 //! the disk. Therefore a file with its final name is always complete. Until the file has its final
 //! name, the guest can continue on this host.
@@ -20,6 +24,7 @@ mod background;
 mod file;
 mod fill;
 mod image;
+mod merge;
 mod on_demand;
 mod open;
 pub(crate) mod pio;
@@ -27,11 +32,13 @@ mod progress;
 mod restore;
 mod save;
 mod shared;
+mod shares;
 mod write;
 
 pub use background::{PauseHook, SnapshotSettings, snapshot_background};
+pub use merge::{Merged, merge_snapshot};
 pub use on_demand::{OnDemandRestore, restore_on_demand};
-pub use open::RestoreError;
+pub use open::{RestoreError, snapshot_bases};
 pub use progress::{FillState, RestoreProgress};
 pub use restore::restore;
 pub use save::{save, save_copy};
@@ -42,14 +49,6 @@ use open::SnapshotPages;
 use std::path::Path;
 use std::time::Duration;
 use vmferry_wire::MigrationId;
-
-/// Maximum number of threads that read or write one file. More threads would only wait for the disk
-/// or for memory.
-const MOST_THREADS: usize = 4;
-
-fn threads() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(MOST_THREADS)
-}
 
 fn uri(path: &Path) -> String {
     format!("file:{}", path.display())

@@ -1,16 +1,15 @@
 //! Restore of a guest from a file, before the guest runs.
 
 use super::open::{RestoreError, SnapshotPages, open};
-use super::{identity, ms, threads, uri};
+use super::shares::{Shares, on_threads, threads};
+use super::{identity, ms, uri};
 use crate::MigrateError;
 use crate::handle::thread_cpu_us;
 use crate::target::{ReceiveFailure, Received};
-use crate::vm::caught;
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
-use vmferry_core::{GuestMemory, PAGE_BYTES, PageIndex, RunState, Section, TargetVm, VmError};
+use vmferry_core::{GuestMemory, PAGE_BYTES, RunState, Section, TargetVm, VmError};
 use vmferry_wire::{Refusal, RefusalCode, RegionOffsets};
 
 /// Reads the whole guest in the file at `path` into `vm`, and starts the guest.
@@ -34,7 +33,7 @@ pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFa
     let reading = Reading {
         memory: &*memory,
         pages: &pages,
-        next: AtomicU64::new(0),
+        shares: Shares::new(1),
         stop: AtomicBool::new(false),
         found: AtomicU64::new(0),
         cpu_us: AtomicU64::new(0),
@@ -69,8 +68,7 @@ pub(super) fn load(vm: &mut dyn TargetVm, sections: &[Section], copy: bool) -> R
 struct Reading<'a> {
     memory: &'a dyn GuestMemory,
     pages: &'a SnapshotPages,
-    /// Number of the next table to take, counted over all regions.
-    next: AtomicU64,
+    shares: Shares,
     stop: AtomicBool,
     found: AtomicU64,
     cpu_us: AtomicU64,
@@ -78,27 +76,17 @@ struct Reading<'a> {
 
 impl Reading<'_> {
     fn read(&self) -> Result<(), RestoreError> {
-        let first = Mutex::new(None);
-        let work = || {
-            let before = thread_cpu_us();
-            if let Err(error) = caught(|| self.work()) {
-                self.stop.store(true, Ordering::Relaxed);
-                first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(error);
-            }
-            self.cpu_us.fetch_add(thread_cpu_us() - before, Ordering::Relaxed);
-        };
-        std::thread::scope(|scope| {
-            for number in 1..threads() {
-                let name = format!("restore-{number}");
-                // If a thread cannot be started, the restore only takes longer, because this thread
-                // works, too.
-                let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
-            }
-            work();
-        });
-        if let Some(error) = first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
-            return Err(error);
-        }
+        on_threads(
+            threads(),
+            "restore",
+            || self.stop.store(true, Ordering::Relaxed),
+            || {
+                let before = thread_cpu_us();
+                let done = self.work();
+                self.cpu_us.fetch_add(thread_cpu_us() - before, Ordering::Relaxed);
+                done
+            },
+        )?;
         let (found, expected) = (self.found.load(Ordering::Relaxed), self.pages.contents());
         if found == expected { Ok(()) } else { Err(RestoreError::Pages { found, expected }) }
     }
@@ -106,15 +94,10 @@ impl Reading<'_> {
     fn work(&self) -> Result<(), RestoreError> {
         let mut scratch = Box::new([0; PAGE_BYTES]);
         while !self.stop.load(Ordering::Relaxed) {
-            let mut block = self.next.fetch_add(1, Ordering::Relaxed);
-            let mut places = self.pages.places().iter().enumerate();
-            let found = places.find(|(_, place)| {
-                let here = block < place.blocks();
-                block -= if here { 0 } else { place.blocks() };
-                here
-            });
-            let Some((position, place)) = found else { break };
-            self.read_block(position, place, block, &mut scratch)?;
+            let Some((position, blocks)) = self.shares.take(self.pages.places()) else { break };
+            for block in blocks {
+                self.read_block(position, &self.pages.places()[position], block, &mut scratch)?;
+            }
         }
         Ok(())
     }
@@ -126,19 +109,12 @@ impl Reading<'_> {
         block: u64,
         scratch: &mut [u8; PAGE_BYTES],
     ) -> Result<(), RestoreError> {
-        let Some(table) = self.pages.table(position, block)? else { return Ok(()) };
-        let run = place.run(block);
-        let mut page = run.first.0;
-        while page < run.end() {
-            let content = |page: &u64| table.has_content(super::open::slot(PageIndex(*page)));
-            let count = (page..run.end()).take_while(content).count() as u64;
-            if count > 0 {
-                let window = self.memory.window(place.id, (page..page + count).into())?;
-                self.pages.read_into(position, PageIndex(page), window, &table, scratch)?;
-            }
-            page += count.max(1);
+        let Some(pages) = self.pages.block(position, block)? else { return Ok(()) };
+        for run in pages.runs(place.run(block)) {
+            let window = self.memory.window(place.id, run)?;
+            self.pages.read_into(position, run.first, window, &pages, scratch)?;
         }
-        self.found.fetch_add(table.contents(), Ordering::Relaxed);
+        self.found.fetch_add(pages.contents(), Ordering::Relaxed);
         Ok(())
     }
 }

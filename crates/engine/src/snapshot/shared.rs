@@ -1,6 +1,6 @@
 //! Start of a guest whose memory is a snapshot file that it shares with other processes.
 
-use super::open::{RestoreError, SnapshotPages};
+use super::open::{Expected, RestoreError, SnapshotPages};
 use super::uri;
 use crate::branch::{received, start_shared};
 use crate::target::Received;
@@ -40,7 +40,12 @@ pub fn restore_shared(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, Mi
     only_its_owner_writes(&file).map_err(failed)?;
     let mapped = Arc::new(OwnedFd::from(file.try_clone().map_err(failed)?));
     let start = |vm: &mut dyn TargetVm| {
-        let pages = SnapshotPages::open(file, vm)?;
+        let (machine, memory) = (vm.config(), vm.memory());
+        let expected = Expected { machine: &machine, layout: memory.layout() };
+        let pages = SnapshotPages::open(path, file, Some(expected))?;
+        if !pages.is_complete() {
+            return Err(RestoreError::Increment);
+        }
         check_tables(&pages)?;
         let region = |place: &vmferry_wire::RegionOffsets| BranchRegion {
             id: place.id,
@@ -72,7 +77,7 @@ fn check_tables(pages: &SnapshotPages) -> Result<(), RestoreError> {
     let mut found = 0;
     for (position, place) in pages.places().iter().enumerate() {
         for block in 0..place.blocks() {
-            found += pages.table(position, block)?.map_or(0, |table| table.contents());
+            found += pages.block(position, block)?.map_or(0, |pages| pages.contents());
         }
     }
     let expected = pages.contents();

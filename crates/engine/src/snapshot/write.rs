@@ -1,14 +1,15 @@
 //! Writing of a paused guest to a file. Several threads write the pages, and the header is written
 //! last.
 
-use super::image::{Image, ImageFigures};
-use super::{pio, threads};
+use super::image::{Identity, Image, ImageFigures};
+use super::open::RestoreError;
+use super::pio;
+use super::shares::{Shares, on_threads, threads};
 use crate::handle::MigrationHandle;
-use crate::vm::{self, caught};
+use crate::vm;
 use std::fs::File;
 use std::io;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PAGE_SIZE, PageRun, SourceVm, VmError, Window};
@@ -18,7 +19,7 @@ use vmferry_wire::{
 
 /// Number of tables that a thread takes at a time, with their 16 MiB of pages. The number is small,
 /// so that all threads end at about the same time.
-const UNIT_BLOCKS: u64 = 8;
+const SHARE_BLOCKS: u64 = 8;
 /// Maximum number of pages of one write. This size, 1 MiB, still fits into a second-level cache, so
 /// that the kernel copies bytes that computing the digest has just brought there.
 const PIECE_PAGES: usize = 256;
@@ -32,6 +33,8 @@ pub(super) enum Stop {
     Cancelled,
     #[error("the file could not be written: {0}; the guest continues on this host")]
     File(io::Error),
+    #[error("{0}")]
+    Read(RestoreError),
     #[error("{0}")]
     Vm(#[from] VmError),
     #[error("{0}")]
@@ -70,11 +73,11 @@ pub(super) fn write(
         memory: &*memory,
         image: &image,
         handle,
-        next: AtomicU64::new(0),
+        shares: Shares::new(SHARE_BLOCKS),
         stop: AtomicBool::new(false),
     };
     pages.write()?;
-    let ImageFigures { bytes, raw_pages } = image.finish(layout, (id, copy))?;
+    let ImageFigures { bytes, raw_pages, .. } = image.finish(layout, Identity { id, copy, base: None })?;
     Ok(Written {
         pause: paused - pausing,
         state: saved - paused,
@@ -90,59 +93,41 @@ struct Pages<'a> {
     memory: &'a dyn GuestMemory,
     image: &'a Image<'a>,
     handle: &'a MigrationHandle,
-    /// Number of the next unit to be taken, counted over all regions.
-    next: AtomicU64,
+    shares: Shares,
     stop: AtomicBool,
 }
 
 impl Pages<'_> {
     fn write(&self) -> Result<(), Stop> {
-        let first = Mutex::new(None);
-        let work = || {
-            if let Err(stop) = caught(|| self.work()) {
-                self.stop.store(true, Ordering::Relaxed);
-                // Later errors are consequences of the first.
-                first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(stop);
-            }
-            self.handle.counters.add_thread_cpu();
-        };
-        std::thread::scope(|scope| {
-            for number in 1..threads() {
-                let name = format!("snapshot-{number}");
-                // If a thread cannot be started, the save only takes longer, because this thread
-                // works, too.
-                let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
-            }
-            work();
-        });
-        first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).map_or(Ok(()), Err)
+        on_threads(
+            threads(),
+            "snapshot",
+            || self.stop.store(true, Ordering::Relaxed),
+            || {
+                let done = self.work();
+                self.handle.counters.add_thread_cpu();
+                done
+            },
+        )
     }
 
-    /// Writes the units that one thread takes.
+    /// Writes the shares that one thread takes.
     fn work(&self) -> Result<(), Stop> {
         let mut scratch = Box::new([0; PAGE_BYTES]);
         let mut touched: Option<(usize, Bitmap)> = None;
-        loop {
-            let mut unit = self.next.fetch_add(1, Ordering::Relaxed);
-            let mut regions = self.image.places().iter().enumerate();
-            let found = regions.find(|(_, place)| {
-                let units = place.blocks().div_ceil(UNIT_BLOCKS);
-                let here = unit < units;
-                unit -= if here { 0 } else { units };
-                here
-            });
-            let Some((position, place)) = found else { return Ok(()) };
+        while let Some((position, blocks)) = self.shares.take(self.image.places()) {
+            let place = &self.image.places()[position];
             let map = match &mut touched {
                 Some((own, map)) if *own == position => map,
                 other => &mut other.insert((position, Bitmap::new(place.pages))).1,
             };
-            let blocks = unit * UNIT_BLOCKS..((unit + 1) * UNIT_BLOCKS).min(place.blocks());
             let run = place.run(blocks.start).first.0..place.run(blocks.end - 1).end();
             self.memory.touched(place.id, run.into(), map)?;
             for block in blocks {
                 self.write_block(position, place, block, map, &mut scratch)?;
             }
         }
+        Ok(())
     }
 
     fn write_block(
@@ -161,7 +146,8 @@ impl Pages<'_> {
                 self.write_piece(place, some.start + at as u64, piece, &mut table, scratch)?;
             }
         }
-        let contents = self.image.put_table(position, block, &table)?;
+        let contents = table.contents();
+        self.image.put_table(position, block, &table, contents)?;
         let counters = &self.handle.counters;
         let wrote = usize::try_from(contents * PAGE_SIZE).unwrap_or(usize::MAX);
         counters.count_frame(wrote, contents, run.count - contents);

@@ -78,11 +78,15 @@ impl WriteProtection for Idle {
 }
 
 /// Toy whose memory can be protected.
-struct Protects(Toy, Arc<Idle>);
+pub(crate) struct Protects(pub(crate) Toy, Arc<Idle>);
 
 impl Protects {
-    fn new() -> Self {
-        Self(Toy::new(Options { writers: 0, ..Options::default() }, true), Arc::default())
+    pub(crate) fn new() -> Self {
+        Self::with(Options::default())
+    }
+
+    pub(crate) fn with(options: Options) -> Self {
+        Self(Toy::new(Options { writers: 0, ..options }, true), Arc::default())
     }
 
     /// Writes a snapshot, and checks that no page is protected afterwards.

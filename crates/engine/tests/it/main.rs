@@ -16,6 +16,7 @@ mod faulting;
 mod free_pages;
 mod freeing;
 mod incoming;
+mod increments;
 mod known;
 mod liars;
 mod links;

@@ -28,14 +28,14 @@ fn saved(source: &mut Toy, path: &Path) -> Report {
 }
 
 /// Returns the header and the offsets of all parts of the file.
-fn map(path: &Path) -> (SnapshotHeader, SnapshotMap) {
+pub(crate) fn map(path: &Path) -> (SnapshotHeader, SnapshotMap) {
     let file = File::open(path).unwrap();
     let mut bytes = [0; SNAPSHOT_HEADER_BYTES];
     file.read_exact_at(&mut bytes, 0).unwrap();
     SnapshotHeader::decode(&bytes, file.metadata().unwrap().len()).unwrap()
 }
 
-fn flip(path: &Path, at: u64) {
+pub(crate) fn flip(path: &Path, at: u64) {
     let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, at).unwrap();
@@ -50,11 +50,11 @@ fn goes_on(target: &Toy) {
     assert_eq!(target.surprises(), 0);
 }
 
-fn demand_paging(options: Options) -> Options {
+pub(crate) fn demand_paging(options: Options) -> Options {
     Options { demand_paging: true, ..options }
 }
 
-fn done(restore: &OnDemandRestore) {
+pub(crate) fn done(restore: &OnDemandRestore) {
     let progress = restore.wait(PATIENCE);
     assert_eq!(progress.state, FillState::Completed, "{progress:?}");
     assert_eq!((progress.placed, progress.failed_pages), (progress.pages, 0), "{progress:?}");

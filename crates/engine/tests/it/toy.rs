@@ -267,6 +267,12 @@ impl Toy {
         self.stopped.load(Relaxed)
     }
 
+    /// Writes a page on behalf of the guest: new content, or zeros.
+    pub(crate) fn write(&self, (region, page): (usize, u64), zero: bool) {
+        let count = self.board.writes.fetch_add(1, Relaxed) + 1;
+        self.board.write(&self.board.rams[region], page, if zero { 0 } else { count });
+    }
+
     /// Returns true if the guest knows that a page is zero.
     pub(crate) fn is_zero(&self, region: RegionId, page: u64) -> bool {
         let ram = self.board.rams.iter().find(|ram| ram.region.id == region).unwrap();

@@ -1,6 +1,6 @@
 //! Header of a snapshot, and the two parts that are decoded as a whole.
 
-use super::{SnapshotError, SnapshotMap, SnapshotPart};
+use super::{SnapshotError, SnapshotMap, SnapshotPart, TableKind};
 use crate::{Fields, MAX_STATE_BYTES, MigrationId, crc};
 use serde::{Serialize, de::DeserializeOwned};
 use vmferry_core::{Gpa, Layout, MAX_REGIONS, MachineConfig, Region, RegionId, Section};
@@ -18,12 +18,16 @@ const MAGIC: [u8; 8] = *b"VMFSNAP\n";
 /// Feature bit: the guest continued to run after the snapshot was taken. Like all of the low 32
 /// bits, a reader may ignore this bit.
 const FEATURE_COPY: u64 = 1;
+/// Feature bit: the file is an increment ([`SnapshotHeader::base`]).
+const FEATURE_INCREMENT: u64 = 1 << 32;
 const MUST_UNDERSTAND: u64 = 0xffff_ffff_0000_0000;
 /// Length of the fixed fields before the entries of regions, in bytes.
 const FIXED_BYTES: usize = 72;
 const REGION_BYTES: usize = 40;
+/// Offset of the id, the length and the bytes of the base's name, in the header of an increment.
+const BASE_AT: usize = FIXED_BYTES + MAX_REGIONS * REGION_BYTES;
 const SUM_AT: usize = SNAPSHOT_HEADER_BYTES - 8;
-const _: () = assert!(FIXED_BYTES + MAX_REGIONS * REGION_BYTES <= SUM_AT);
+const _: () = assert!(BASE_AT + 16 + 2 + BaseName::MAX_BYTES <= SUM_AT);
 
 /// Length and checksum of a part of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +38,48 @@ pub struct PartSum {
     pub sum: u64,
 }
 
+/// Name of the file of a base snapshot: the name of a file in the folder of the increment.
+///
+/// The name has no folder, so an increment that is not trusted cannot make its reader open a file
+/// elsewhere.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BaseName(Vec<u8>);
+
+impl BaseName {
+    /// Maximum length of a name in bytes.
+    pub const MAX_BYTES: usize = 255;
+
+    /// Returns the name, or `None` if the bytes are not the name of a file without a folder.
+    #[must_use]
+    pub fn new(bytes: &[u8]) -> Option<Self> {
+        let length = (1..=Self::MAX_BYTES).contains(&bytes.len());
+        let plain = !bytes.contains(&b'/') && !bytes.contains(&0) && bytes != b"." && bytes != b"..";
+        (length && plain).then(|| Self(bytes.to_vec()))
+    }
+
+    /// Returns the bytes of the name.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl std::fmt::Display for BaseName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.0.escape_ascii())
+    }
+}
+
+/// Snapshot on which an increment is based.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SnapshotBase {
+    /// Id of the base. The id stands for the contents of the guest at one instant: a file that is
+    /// merged from increments has the id of the last of them.
+    pub id: MigrationId,
+    /// Name of the file of the base.
+    pub name: BaseName,
+}
+
 /// Entry of a region in the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotRegion {
@@ -41,7 +87,8 @@ pub struct SnapshotRegion {
     pub region: Region,
     /// Checksum of the index of the region.
     pub index_sum: u64,
-    /// Number of pages with content.
+    /// Number of pages of the guest with content. In an increment, these pages are in the file or
+    /// in its base.
     pub contents: u64,
 }
 
@@ -53,6 +100,8 @@ pub struct SnapshotHeader {
     /// True if the guest continued to run after the snapshot was taken, so that the snapshot is a
     /// copy of it.
     pub copy: bool,
+    /// For an increment, the snapshot that contains the pages that are not in this file.
+    pub base: Option<SnapshotBase>,
     /// Length and checksum of the description of the machine.
     pub machine: PartSum,
     /// Length and checksum of the device state.
@@ -62,6 +111,12 @@ pub struct SnapshotHeader {
 }
 
 impl SnapshotHeader {
+    /// Returns the kind of the tables of the file.
+    #[must_use]
+    pub fn kind(&self) -> TableKind {
+        if self.base.is_some() { TableKind::Increment } else { TableKind::Complete }
+    }
+
     /// Returns the layout of the guest's memory.
     ///
     /// # Errors
@@ -87,7 +142,9 @@ impl SnapshotHeader {
         // There are at most MAX_REGIONS, because the regions are a layout.
         bytes.extend(u16::try_from(self.regions.len()).unwrap_or(u16::MAX).to_le_bytes());
         bytes.extend([0; 4]);
-        bytes.extend(if self.copy { FEATURE_COPY } else { 0 }.to_le_bytes());
+        let copy = if self.copy { FEATURE_COPY } else { 0 };
+        let increment = if self.base.is_some() { FEATURE_INCREMENT } else { 0 };
+        bytes.extend((copy | increment).to_le_bytes());
         bytes.extend(self.id.0);
         bytes.extend(map.len.to_le_bytes());
         bytes.extend(self.machine.bytes.to_le_bytes());
@@ -99,6 +156,13 @@ impl SnapshotHeader {
             bytes.extend([0; 4]);
             let words = [region.gpa.0, region.len, *index_sum, *contents];
             bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
+        }
+        if let Some(SnapshotBase { id, name }) = &self.base {
+            bytes.resize(BASE_AT, 0);
+            bytes.extend(id.0);
+            // A name has at most 255 bytes.
+            bytes.extend(u16::try_from(name.0.len()).unwrap_or(u16::MAX).to_le_bytes());
+            bytes.extend(&name.0);
         }
         bytes.resize(SUM_AT, 0);
         bytes.extend(crc(&bytes).to_le_bytes());
@@ -130,8 +194,9 @@ impl SnapshotHeader {
             return Err(SnapshotError::Version(version));
         }
         let (count, _, features) = (usize::from(fields.u16()), fields.u32(), fields.u64());
-        if features & MUST_UNDERSTAND != 0 {
-            return Err(SnapshotError::Features(features & MUST_UNDERSTAND));
+        let unknown = features & MUST_UNDERSTAND & !FEATURE_INCREMENT;
+        if unknown != 0 {
+            return Err(SnapshotError::Features(unknown));
         }
         let (id, len) = (MigrationId(fields.take()), fields.u64());
         let (machine_bytes, state_bytes) = (fields.u32(), fields.u32());
@@ -147,9 +212,11 @@ impl SnapshotHeader {
             return Err(field("regions", count as u64, "1 to 64"));
         }
         let regions = (0..count).map(|_| region(&mut fields)).collect::<Result<_, _>>()?;
+        let increment = features & FEATURE_INCREMENT != 0;
         let header = Self {
             id,
             copy: features & FEATURE_COPY != 0,
+            base: increment.then(|| base(&bytes[BASE_AT..SUM_AT])).transpose()?,
             machine: PartSum { bytes: machine_bytes, sum: machine_sum },
             state: PartSum { bytes: state_bytes, sum: state_sum },
             regions,
@@ -173,6 +240,16 @@ fn region(fields: &mut Fields<'_>) -> Result<SnapshotRegion, SnapshotError> {
         return Err(field("pages with content", contents, "as many as the region has"));
     }
     Ok(SnapshotRegion { region, index_sum, contents })
+}
+
+fn base(bytes: &[u8]) -> Result<SnapshotBase, SnapshotError> {
+    let mut fields = Fields(bytes);
+    let (id, length) = (MigrationId(fields.take()), fields.u16());
+    let name = fields.0.get(..usize::from(length)).and_then(BaseName::new);
+    let name = name.ok_or_else(|| {
+        field("bytes of the base's name", length.into(), "1 to 255, and no folder in the name")
+    })?;
+    Ok(SnapshotBase { id, name })
 }
 
 fn field(what: &'static str, value: u64, allowed: &'static str) -> SnapshotError {

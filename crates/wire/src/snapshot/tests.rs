@@ -12,7 +12,14 @@ fn region(id: u32, gpa: u64, pages: u64) -> SnapshotRegion {
 
 fn header(regions: Vec<SnapshotRegion>) -> SnapshotHeader {
     let part = |bytes| PartSum { bytes, sum: 5 };
-    SnapshotHeader { id: MigrationId([7; 16]), copy: true, machine: part(900), state: part(70_000), regions }
+    SnapshotHeader {
+        id: MigrationId([7; 16]),
+        copy: true,
+        base: None,
+        machine: part(900),
+        state: part(70_000),
+        regions,
+    }
 }
 
 fn two() -> SnapshotHeader {
@@ -34,10 +41,14 @@ fn forged(mut bytes: [u8; SNAPSHOT_HEADER_BYTES], at: usize, change: &[u8]) -> [
 proptest! {
     #[test]
     fn headers_decode_as_encoded(counts in prop::collection::vec(1u64..1 << 20, 1..=MAX_REGIONS), copy: bool, id: [u8; 16],
+                         base in prop::option::of(("[^/\0]{1,60}", any::<[u8; 16]>())),
                          machine in 0u32..1 << 20, state in 0u32..1 << 26) {
         let entries = (0u32..).zip(&counts).map(|(id, pages)| region(id, u64::from(id) << 40, *pages)).collect();
         let mut header = header(entries);
         (header.copy, header.id.0) = (copy, id);
+        header.base = base.and_then(|(name, id)| {
+            Some(SnapshotBase { id: MigrationId(id), name: BaseName::new(name.as_bytes())? })
+        });
         (header.machine.bytes, header.state.bytes) = (machine, state);
         let (back, map) = SnapshotHeader::decode(&header.encode().unwrap(), length(&header)).unwrap();
         prop_assert_eq!(back, header);
@@ -84,14 +95,14 @@ proptest! {
             prop_assert!(digests.iter().all(Option::is_none));
             return Ok(());
         };
-        let back = PageTable::decode(&bytes, sum, place, 0).unwrap();
+        let back = PageTable::decode(&bytes, sum, TableKind::Complete, place, 0).unwrap();
         prop_assert_eq!(&back, &table);
         for (page, digest) in digests.iter().enumerate() {
             prop_assert_eq!(back.has_content(page), digest.is_some());
             prop_assert!(back.fits(page, digest.map(PageDigest)) && !back.fits(page, digest.map(|d| PageDigest(!d)).or(Some(PageDigest(9)))));
         }
         bytes[at / 8] ^= 1 << (at % 8);
-        prop_assert!(PageTable::decode(&bytes, sum, place, 0).is_err());
+        prop_assert!(PageTable::decode(&bytes, sum, TableKind::Complete, place, 0).is_err());
     }
 
     #[test]
@@ -117,8 +128,58 @@ fn table_rejects_content_behind_the_end_of_its_region() {
     table.set(100, Some(PageDigest(5)));
     let (bytes, sum) = table.encode().unwrap();
     let place = |pages| (RegionId(0), PageIndex(0), pages);
-    assert!(PageTable::decode(&bytes, sum, place(101), 0).is_ok());
-    assert!(matches!(PageTable::decode(&bytes, sum, place(100), 0), Err(SnapshotError::Field { .. })));
+    assert!(PageTable::decode(&bytes, sum, TableKind::Complete, place(101), 0).is_ok());
+    assert!(matches!(
+        PageTable::decode(&bytes, sum, TableKind::Complete, place(100), 0),
+        Err(SnapshotError::Field { .. })
+    ));
+}
+
+#[test]
+fn table_of_an_increment_tells_pages_of_the_base_from_zeros_and_contents() {
+    let kind = TableKind::Increment;
+    let mut table = PageTable::new(kind);
+    assert_eq!(table.encode(), None, "all pages are those of the base");
+    assert!((0..TABLE_PAGES).all(|at| table.entry(at) == PageEntry::Base && !table.fits(at, None)));
+    table.set(3, None);
+    let (bytes, sum) = table.encode().expect("a page of zeros is not a page of the base");
+    table.set(4, Some(PageDigest(u64::MAX)));
+    table.set(5, Some(PageDigest(0)));
+    assert_eq!((table.entry(3), table.entry(4), table.contents()), (PageEntry::Zero, PageEntry::Here, 2));
+    assert!(table.fits(4, Some(PageDigest(u64::MAX))) && table.fits(5, Some(PageDigest(0))));
+    let place = |pages| (RegionId(0), PageIndex(0), pages);
+    let decoded = PageTable::decode(&bytes, sum, kind, place(4), 0).unwrap();
+    assert_eq!((decoded.entry(3), decoded.entry(4)), (PageEntry::Zero, PageEntry::Base));
+    assert!(matches!(PageTable::decode(&bytes, sum, kind, place(3), 0), Err(SnapshotError::Field { .. })));
+    // In a complete file, the same word is a digest.
+    let mut complete = PageTable::default();
+    complete.set(4, Some(PageDigest(u64::MAX)));
+    assert_eq!(complete.entry(4), PageEntry::Here);
+    assert!(complete.fits(4, Some(PageDigest(u64::MAX))));
+    table.copy_entry(6, &complete);
+    table.copy_entry(7, &complete);
+    assert_eq!((table.entry(6), table.entry(7)), (PageEntry::Zero, PageEntry::Zero));
+    let mut into = PageTable::new(kind);
+    into.copy_entry(4, &complete);
+    assert!(into.fits(4, Some(PageDigest(u64::MAX))), "it is content, not a page of the base");
+}
+
+#[test]
+fn names_of_bases_have_no_folder() {
+    for bad in [&b""[..], b".", b"..", b"a/b", b"/a", b"a\0b", &[b'x'; 256]] {
+        assert_eq!(BaseName::new(bad), None, "{bad:?}");
+    }
+    let name = BaseName::new(b"monday \xff").unwrap();
+    assert_eq!((name.as_bytes(), name.to_string().as_str()), (&b"monday \xff"[..], "monday \\xff"));
+    let base = SnapshotBase { id: MigrationId([3; 16]), name };
+    let increment = SnapshotHeader { base: Some(base), ..two() };
+    let (good, file) = (increment.encode().unwrap(), length(&increment));
+    assert_eq!(SnapshotHeader::decode(&good, file).unwrap().0, increment);
+    // The length of the name, and its bytes.
+    for (at, change) in [(2648, &[0, 0][..]), (2648, &[0, 1]), (2650, b"/"), (2650, b"\0")] {
+        let error = SnapshotHeader::decode(&forged(good, at, change), file).unwrap_err().to_string();
+        assert!(error.contains("base's name"), "{at}: {error}");
+    }
 }
 
 #[test]

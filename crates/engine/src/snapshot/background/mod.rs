@@ -19,14 +19,16 @@
 
 mod arming;
 mod copies;
+mod since;
 mod verify;
 mod writer;
 
 use super::file::NewFile;
-use super::image::{Image, ImageFigures};
+use super::image::{Identity, Image, ImageFigures};
+use super::ms;
 use super::save::refuse_streams;
+use super::shares::{MOST_THREADS, on_threads};
 use super::write::Stop;
-use super::{MOST_THREADS, ms};
 use crate::channel::Pacer;
 use crate::demand::{again_after_panics, still_arrives};
 use crate::handle::{MigrationHandle, MigrationState};
@@ -36,7 +38,8 @@ use crate::vm::{caught, warn_if_panics_abort};
 use crate::{MigrateError, random};
 use arming::{Arming, Round, Written};
 use copies::{Copies, Live};
-use std::path::Path;
+use since::Since;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -44,7 +47,7 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::{
     Fault, GuestMemory, PAGE_BYTES, PageRun, Region, Section, SourceVm, VmError, WriteProtection,
 };
-use vmferry_wire::{MigrationId, SnapshotMap, encode_machine, encode_state};
+use vmferry_wire::{MigrationId, SnapshotMap, TableKind, encode_machine, encode_state};
 use writer::Writer;
 
 /// Smallest buffer, in bytes: 1 MiB. With less, nearly every write to a protected page would wait
@@ -110,6 +113,13 @@ pub struct SnapshotSettings {
     /// True to read the file back, and to compare it with the digests of the copies, before the
     /// file gets its name.
     pub verify: bool,
+    /// Snapshot that the file is based on: only pages that differ from it are written, and a
+    /// restore reads the others from it. The base and the file must be in one folder, and the base
+    /// must be kept for as long as the file. The base can be any snapshot of a guest with the same
+    /// machine, and can be an increment itself. `None` for a complete file.
+    ///
+    /// A page counts as equal only if its bytes are, so the base is read.
+    pub since: Option<PathBuf>,
     /// Function that is called while the guest is paused, after its device state was saved. At that
     /// moment, the operator can take a snapshot of the guest's disks that belongs to the snapshot
     /// of its memory. The guest is paused until the function returns. If the function fails, so
@@ -119,7 +129,7 @@ pub struct SnapshotSettings {
 
 impl Default for SnapshotSettings {
     fn default() -> Self {
-        Self { buffer: 64 << 20, max_bandwidth: None, verify: false, in_pause: None }
+        Self { buffer: 64 << 20, max_bandwidth: None, verify: false, since: None, in_pause: None }
     }
 }
 
@@ -157,6 +167,7 @@ pub fn snapshot_background(
         return Err(MigrateError::StillArriving);
     }
     refuse_streams(vm)?;
+    let since = settings.since.as_deref().map(|base| Since::open(base, path, vm)).transpose()?;
     let protection = vm.write_protection().map_err(MigrateError::Vm)?;
     let id = MigrationId(random()?);
     let known = Report { id: id.to_string(), kind: MigrationKind::File, ..Report::default() };
@@ -173,6 +184,7 @@ pub fn snapshot_background(
         phase: RwLock::new(Phase::Arming),
         ended: AtomicBool::new(false),
         failure: Mutex::new(None),
+        since,
         memory,
         protection,
         handle,
@@ -243,6 +255,8 @@ struct Snapshot<'a> {
     ended: AtomicBool,
     /// First failure of a fault thread.
     failure: Mutex<Option<VmError>>,
+    /// Base, if the file is an increment.
+    since: Option<Since>,
     handle: &'a MigrationHandle,
 }
 
@@ -303,18 +317,21 @@ impl<'a> Snapshot<'a> {
             return Err(error.into());
         }
         let sums = settings.verify.then(|| image.sums());
-        course.image = Some(image.finish(layout, (id, true))?);
+        let base = self.since.as_ref().map(|since| since.base().clone());
+        let kind = if base.is_some() { TableKind::Increment } else { TableKind::Complete };
+        course.image = Some(image.finish(layout, Identity { id, copy: true, base })?);
         let syncing = Instant::now();
         file.sync().map_err(Stop::File)?;
         course.sync = syncing.elapsed();
         if let Some(sums) = sums {
             let verifying = Instant::now();
-            course.verified = verify::verify(file.file(), &sums, self.handle)?;
+            course.verified = verify::verify(file.file(), &sums, kind, self.handle)?;
             course.verify = verifying.elapsed();
         }
         if self.handle.cancelled() {
             return Err(Stop::Cancelled);
         }
+        self.since.as_ref().map_or(Ok(()), Since::check).map_err(Stop::File)?;
         file.name().map_err(Stop::File)
     }
 
@@ -485,30 +502,18 @@ impl<'a> Snapshot<'a> {
 
     /// Writes all blocks, with several threads.
     fn write(&self, image: &Image<'_>, guarded: &[Bitmap]) -> Result<(), Stop> {
-        let first = Mutex::new(None);
-        let work = || {
-            if let Err(stop) = caught(|| Writer::new(self, image, guarded).work()) {
-                // Later errors are consequences of the first.
-                first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(stop);
-                self.copies.stop();
-            }
-            self.handle.counters.add_thread_cpu();
-        };
-        std::thread::scope(|scope| {
-            for number in 1..writers() {
-                let name = format!("snapshot-{number}");
-                // If a thread cannot be started, the snapshot only takes longer, because this
-                // thread works, too.
-                let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
-            }
-            work();
-        });
-        let stopped = first.into_inner().unwrap_or_else(PoisonError::into_inner);
-        match (stopped, self.failure()) {
-            (_, Some(failure)) => Err(failure.into()),
-            (Some(stop), None) => Err(stop),
-            (None, None) => Ok(()),
-        }
+        let stopped = on_threads(
+            writers(),
+            "snapshot",
+            || self.copies.stop(),
+            || {
+                let done = Writer::new(self, image, guarded).work();
+                self.handle.counters.add_thread_cpu();
+                done
+            },
+        );
+        // The failure of a fault thread is the reason for which the writers have stopped.
+        self.failure().map_or(stopped, |failure| Err(failure.into()))
     }
 
     /// Copies the pages of `run` to `to`.
@@ -588,7 +593,7 @@ fn report(
         bytes: Bytes {
             wire: bytes,
             raw_pages,
-            zero_pages: if image.is_some() { pages - raw_pages } else { 0 },
+            zero_pages: image.map_or(0, |image| pages - image.contents),
             ..Bytes::default()
         },
         passes: vec![PassReport { pages, wire_bytes: bytes, ms: wrote, ..PassReport::default() }],
@@ -607,6 +612,8 @@ fn report(
 fn figures(snapshot: &Snapshot<'_>, settings: &SnapshotSettings, course: &Course) -> SnapshotFigures {
     let copies = snapshot.copies.figures();
     SnapshotFigures {
+        base: snapshot.since.as_ref().map(|since| since.base().name.to_string()),
+        base_pages: course.image.map_or(0, |image| image.contents - image.raw_pages),
         arming_rounds: course.rounds,
         arming_faults: course.arming_faults,
         last_pages: course.last.pages(),

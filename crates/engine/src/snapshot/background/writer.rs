@@ -3,6 +3,7 @@
 
 use super::Snapshot;
 use super::copies::{BLOCK_PAGES, Block, Claimed, UNIT_PAGES, units};
+use super::since::Comparison;
 use crate::snapshot::image::Image;
 use crate::snapshot::write::Stop;
 use std::os::unix::fs::FileExt;
@@ -11,7 +12,7 @@ use vmferry_core::{PAGE_BYTES, PAGE_SIZE, PageDigest, PageRun};
 use vmferry_wire::{PageTable, TABLE_PAGES};
 
 /// Number of bytes of a block.
-const BLOCK_BYTES: usize = TABLE_PAGES * PAGE_BYTES;
+pub(super) const BLOCK_BYTES: usize = TABLE_PAGES * PAGE_BYTES;
 /// A page of zeros.
 static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
@@ -28,13 +29,16 @@ pub(super) struct Writer<'a> {
     touched: [bool; TABLE_PAGES],
     /// Touched pages of the region at this position, as far as its blocks were copied.
     map: Option<(usize, Bitmap)>,
+    /// For an increment, the comparison with its base.
+    comparison: Option<Comparison<'a>>,
 }
 
 impl<'a> Writer<'a> {
     /// Returns a writer of blocks of `image`.
     pub(super) fn new(snapshot: &'a Snapshot<'a>, image: &'a Image<'a>, guarded: &'a [Bitmap]) -> Self {
         let buffer = vec![0; BLOCK_BYTES];
-        Self { snapshot, image, guarded, buffer, touched: [false; TABLE_PAGES], map: None }
+        let comparison = snapshot.since.as_ref().map(Comparison::new);
+        Self { snapshot, image, guarded, buffer, touched: [false; TABLE_PAGES], map: None, comparison }
     }
 
     /// Writes blocks until none is left, or the snapshot is given up.
@@ -45,18 +49,36 @@ impl<'a> Writer<'a> {
                 return Err(Stop::Cancelled);
             }
             let run = self.image.places()[block.position].run(block.number);
-            let contents = if self.guarded[block.position].test(block.number) {
-                self.copy(block, run)?;
-                self.write(block, run)?
-            } else {
-                0
-            };
-            let bytes = usize::try_from(contents * PAGE_SIZE).unwrap_or(usize::MAX);
-            self.snapshot.handle.counters.count_frame(bytes, contents, run.count - contents);
+            let written = self.put(block, run)?;
+            let bytes = usize::try_from(written * PAGE_SIZE).unwrap_or(usize::MAX);
+            self.snapshot.handle.counters.count_frame(bytes, written, run.count - written);
             let stop = || copies.stopped() || self.snapshot.handle.cancelled();
             self.snapshot.pacer.wait(bytes, stop);
         }
         Ok(())
+    }
+
+    /// Puts a block into the file. Returns the number of pages that were written.
+    fn put(&mut self, block: Block, run: PageRun) -> Result<u64, Stop> {
+        let guarded = self.guarded[block.position].test(block.number);
+        // A block that is not guarded is zero. In an increment, it may have had content before.
+        if !guarded && !self.comparison.as_ref().is_some_and(|own| own.since().has_block(block)) {
+            return Ok(0);
+        }
+        let now = if guarded {
+            self.copy(block, run)?;
+            self.digests(run)
+        } else {
+            PageTable::default()
+        };
+        let contents = now.contents();
+        let table = match &mut self.comparison {
+            Some(comparison) => comparison.differences(block, run, &now, &self.buffer),
+            None => now,
+        };
+        self.write(block, run, &table)?;
+        self.image.put_table(block.position, block.number, &table, contents)?;
+        Ok(table.contents())
     }
 
     /// Copies the pages of the block as they were at the instant of the snapshot, and lifts the
@@ -144,15 +166,21 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes the copy of the block, and its table. Returns the number of pages with content.
-    fn write(&self, block: Block, run: PageRun) -> Result<u64, Stop> {
+    /// Returns the digests of the touched pages in the copy of the block.
+    fn digests(&self, run: PageRun) -> PageTable {
         let (pages, _) = self.buffer.as_chunks::<PAGE_BYTES>();
         let mut table = PageTable::default();
         let count = usize::try_from(run.count).unwrap_or(pages.len());
         for (at, page) in pages.iter().enumerate().take(count).filter(|(at, _)| self.touched[*at]) {
             table.set(at, (*page != ZEROS).then(|| PageDigest::of(page)));
         }
+        table
+    }
+
+    /// Writes the pages of the copy that `table` has in the file.
+    fn write(&self, block: Block, run: PageRun, table: &PageTable) -> Result<(), Stop> {
         let place = &self.image.places()[block.position];
+        let count = usize::try_from(run.count).unwrap_or(TABLE_PAGES);
         let mut at = 0;
         while at < count {
             let length = (at..count).take_while(|at| table.has_content(*at)).count();
@@ -163,11 +191,11 @@ impl<'a> Writer<'a> {
             }
             at += length.max(1);
         }
-        self.image.put_table(block.position, block.number, &table)
+        Ok(())
     }
 }
 
 /// Returns the index of a page in its block.
-fn slot(page: u64) -> usize {
+pub(super) fn slot(page: u64) -> usize {
     usize::try_from(page % BLOCK_PAGES).unwrap_or(0)
 }
