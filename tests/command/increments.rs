@@ -63,7 +63,7 @@ fn errors_of_increments_say_what_to_do() {
         return;
     }
     let (folder, other) = (Folder::new(), Folder::new());
-    let run = busy("process", &folder, &[]);
+    let run = busy("process", &folder, &["--migrate-dir", &other.path("")]);
     let uri = |name: &str| format!("file:{}", folder.path(name));
     assert_eq!(code(&snapshot(&run, &uri("0"), &[])), 0);
     let base = folder.path("0");

@@ -19,6 +19,8 @@ mod known;
 mod moves;
 mod passed;
 mod plan;
+#[path = "../../crates/sys/tests/pool/mod.rs"]
+mod pool;
 mod postcopy;
 mod qmp;
 mod sandbox;

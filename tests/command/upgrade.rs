@@ -1,10 +1,12 @@
 //! Handoffs inside one host: `upgrade`, and `migrate --local`. The guest keeps its memory, which is
 //! not copied.
 
+use crate::pool::Pool;
 use crate::support::{
-    Folder, PATIENCE, Run, VMFERRY, WORKLOAD, beside, code, document, errors, finish, kinds, spawn, vmferry,
-    wait_for, wait_for_end,
+    Folder, Need, PATIENCE, Run, VMFERRY, WORKLOAD, beside, code, document, errors, finish, has_kvm, kinds,
+    skip, spawn, vmferry, wait_for, wait_for_end,
 };
+use crate::watching::scrape;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -101,6 +103,44 @@ fn guest_continues_in_a_new_process_on_the_same_memory() {
         assert!(std::path::Path::new(&run.api).exists(), "the old process has removed the new socket");
         assert!(!std::path::Path::new(&format!("{}.next", run.api)).exists());
     });
+}
+
+/// The pool has the pages of one guest. A new process that reserved pages of its own would not
+/// start.
+#[test]
+fn huge_pages_of_the_pool_are_handed_over() {
+    let guest_pages = (96 << 20) / (2 << 20);
+    if !has_kvm() {
+        return;
+    }
+    let _pool = match Pool::with(guest_pages) {
+        Ok(pool) => pool,
+        Err(why) => return skip(Need::HugePages, why),
+    };
+    let folder = Folder::new();
+    let args = ["--memory-backing", "hugetlbfs", "--prealloc", "on", "--workload", WORKLOAD];
+    let run = Run::start("kvm", &folder, "vm", &args);
+    run.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+    let mut last = None;
+    for _ in 0..2 {
+        let (_, successor) = upgraded(&run, &folder);
+        run.goes_on();
+        run.whole();
+        last = Some(successor);
+    }
+    drop(last);
+}
+
+#[test]
+fn metrics_are_at_the_same_address_afterwards() {
+    let folder = Folder::new();
+    let mut run = Run::start("process", &folder, "vm", &[&MEMFD[..], &["--metrics", "127.0.0.1:0"]].concat());
+    let (address, _said) = run.metrics();
+    run.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+    let (_, _successor) = upgraded(&run, &folder);
+    let text = scrape(&address);
+    assert!(text.contains("vmferry_guest_place{place=\"running\"} 1.0"), "{text}");
+    run.goes_on();
 }
 
 #[test]

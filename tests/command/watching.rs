@@ -162,7 +162,7 @@ fn status_and_events_have_every_member_of_the_contract_while_a_migration_runs() 
 }
 
 /// Returns the metrics at an address.
-fn scrape(address: &str) -> String {
+pub(crate) fn scrape(address: &str) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream
