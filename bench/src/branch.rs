@@ -12,8 +12,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::Value;
+use vmferry_report::benches::branch::DENSITY_GOAL_GIB;
+use vmferry_report::by_memory::{CHILD_RUNS_GOAL_MS, PAUSE_GOAL_MS};
 use vmferry_report::json::Document;
 
 use crate::cases::{self, Figures, metric};
@@ -21,21 +22,16 @@ use crate::density::Budget;
 use crate::goal;
 use crate::host;
 use crate::reaper::to_f64;
-use crate::rounds::{MEMORY_RESERVE, Rounds, Stop};
+use crate::rounds::{Rounds, Stop, room_for};
 
 pub use crate::rounds::{OurError, Outcome};
+pub use vmferry_report::benches::branch::{page, table};
 
 const GIB: u64 = 1 << 30;
 /// Memory of the guest beside its content, in bytes: its tables and its counters.
 const BESIDE: u64 = 192 << 20;
 /// Number of children of the density case.
 const CHILDREN: u32 = 32;
-/// Goal of the pause in ms, for each size of the guest.
-const PAUSE_MS: f64 = 5.0;
-/// Goal of the time until the child of a guest of 4 GiB runs, in ms.
-const RUNS_MS: f64 = 20.0;
-/// Goal of the memory of 32 children of a guest of 1 GiB, in GiB.
-const DENSITY_GIB: f64 = 1.0 + 32.0 * 0.06;
 
 /// Kind of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -220,7 +216,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
             |side| format!("{group}/{side}"),
             |side, _| {
                 let spec = memory_spec(side, *touched);
-                enough(spec.memory())?;
+                room_for(spec.memory())?;
                 Ok(ours.copy(&spec)?)
             },
         );
@@ -252,23 +248,9 @@ fn fleet_spec(side: Side) -> GuestSpec {
 
 fn run_fleet(spec: &GuestSpec, ours: &mut dyn OurRunner) -> Result<Fleet, Stop> {
     let most = 4 * GIB;
-    enough(most)?;
+    room_for(most)?;
     let budget = Budget::new(most).map_err(|why| Stop::Skip(why.to_string()))?;
     Ok(ours.fleet(spec, &budget)?)
-}
-
-/// Checks that this host has `bytes` bytes of memory left. A host that swaps measures nothing
-/// useful.
-fn enough(bytes: u64) -> Result<(), Stop> {
-    let needed = bytes + MEMORY_RESERVE;
-    match host::available_memory().filter(|available| *available < needed) {
-        None => Ok(()),
-        Some(available) => Err(Stop::Skip(format!(
-            "needs {} MiB of memory, {} MiB are available",
-            needed >> 20,
-            available >> 20
-        ))),
-    }
 }
 
 /// Returns the growth of the pause in ms for each GiB of memory, by the smallest and the largest
@@ -297,43 +279,12 @@ fn finish(document: &mut Document, options: &Options, failures: &[String]) {
     summary.extend(figures.into_iter().filter_map(|(name, value)| Some((name, value?.into()))));
     let figure = |group: &str, name: &str| cases::figure(document, group, kvm, name);
     let goals = [
-        goal::at_most("pause of 16 GiB, ms", PAUSE_MS, figure("memory-16384m", "pause_ms")),
-        goal::at_most("child of 4 GiB runs, ms", RUNS_MS, figure("memory-4096m", "child_runs_ms")),
-        goal::at_most("32 children of 1 GiB, GiB", DENSITY_GIB, figure("density", "used_gib")),
+        goal::at_most("pause of 16 GiB, ms", PAUSE_GOAL_MS, figure("memory-16384m", "pause_ms")),
+        goal::at_most("child of 4 GiB runs, ms", CHILD_RUNS_GOAL_MS, figure("memory-4096m", "child_runs_ms")),
+        goal::at_most("32 children of 1 GiB, GiB", DENSITY_GOAL_GIB, figure("density", "used_gib")),
     ];
     summary.push(("goals", goals.into_iter().flatten().collect::<Vec<_>>().into()));
     document.summary.extend(summary.into_iter().map(|(name, value)| (name.to_owned(), value)));
-}
-
-/// Returns the document as a table for a terminal.
-#[must_use]
-pub fn table(document: &Document) -> String {
-    let columns = [
-        ("pause ms", "pause_ms", 2),
-        ("child runs ms", "child_runs_ms", 1),
-        ("total ms", "total_ms", 1),
-        ("speed kept", "guest_speed_kept", 2),
-        ("used GiB", "used_gib", 2),
-    ];
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_BORDERS_ONLY);
-    table.set_header(["case"].into_iter().chain(columns.iter().map(|(title, ..)| *title)));
-    for case in document.cases.iter().filter(|case| case.skipped.is_none()) {
-        let mut row = vec![Cell::new(&case.name)];
-        for (_, name, digits) in columns {
-            row.push(Cell::new(case.text(name, digits)).set_alignment(CellAlignment::Right));
-        }
-        table.add_row(row);
-    }
-    let mut text = String::new();
-    text.extend(document.host.busy_text());
-    text.push_str(&format!("{table}\n"));
-    for (name, value) in document.summary.iter().filter(|(_, value)| value.is_number()) {
-        text.push_str(&format!("{name:28} {:.2}\n", value.as_f64().unwrap_or(f64::NAN)));
-    }
-    text.push_str(&document.skipped_text());
-    text.push_str(&document.failures_text());
-    text
 }
 
 #[cfg(test)]

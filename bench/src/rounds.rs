@@ -144,14 +144,19 @@ impl<'a> Rounds<'a> {
     }
 }
 
-/// Checks that this host can hold a guest of `guest` bytes at both ends. A host that swaps or kills
-/// processes measures nothing useful.
+/// Checks that this host can hold a guest of `guest` bytes at both ends.
 pub(crate) fn enough_memory(guest: u64) -> Result<(), Stop> {
-    enough(guest, available_memory())
+    room_for(guest.saturating_mul(2))
 }
 
-fn enough(guest: u64, available: Option<u64>) -> Result<(), Stop> {
-    let needed = guest.saturating_mul(2).saturating_add(MEMORY_RESERVE);
+/// Checks that this host has `bytes` of free memory, and the reserve. A host that swaps or kills
+/// processes measures nothing useful.
+pub(crate) fn room_for(bytes: u64) -> Result<(), Stop> {
+    room(bytes, available_memory())
+}
+
+fn room(bytes: u64, available: Option<u64>) -> Result<(), Stop> {
+    let needed = bytes.saturating_add(MEMORY_RESERVE);
     match available.filter(|available| *available < needed) {
         None => Ok(()),
         Some(available) => Err(Stop::Skip(format!(
@@ -184,9 +189,9 @@ mod tests {
 
     #[test]
     fn host_without_enough_memory_skips() {
-        assert!(matches!(enough(4 << 30, Some(8 << 30)), Err(Stop::Skip(_))));
-        assert_eq!(enough(4 << 30, Some(9 << 30)), Ok(()));
-        assert_eq!(enough(4 << 30, None), Ok(()));
+        assert!(matches!(room(8 << 30, Some(8 << 30)), Err(Stop::Skip(_))));
+        assert_eq!(room(8 << 30, Some(9 << 30)), Ok(()));
+        assert_eq!(room(8 << 30, None), Ok(()));
     }
 
     #[test]

@@ -22,6 +22,11 @@ pub(crate) fn busy(kind: &str, folder: &Folder, more: &[&str]) -> Run {
     run
 }
 
+/// Starts a [`busy`] guest. Returns it with the URI of a file for its snapshot.
+fn busy_with_file(kind: &str, folder: &Folder, more: &[&str]) -> (Run, String) {
+    (busy(kind, folder, more), format!("file:{}", folder.path("guest")))
+}
+
 pub(crate) fn snapshot(run: &Run, uri: &str, more: &[&str]) -> Output {
     vmferry(&[&["snapshot", "--api", &run.api, uri][..], more].concat())
 }
@@ -83,8 +88,7 @@ fn full_buffer_delays_the_guest_and_loses_nothing() {
     }
     beside(kinds(), |kind| {
         let folder = Folder::new();
-        let run = busy(kind, &folder, &["--cpus", "2"]);
-        let file = format!("file:{}", folder.path("guest"));
+        let (run, file) = busy_with_file(kind, &folder, &["--cpus", "2"]);
         let limits = ["--snapshot-buffer", "1M", "--max-bandwidth", "60M/s", "--json", "-"];
         let output = snapshot(&run, &file, &limits);
         assert_eq!(code(&output), 0, "{kind}: {output:?}");
@@ -113,8 +117,7 @@ fn cancelled_snapshot_leaves_no_file_and_only_one_is_written_at_a_time() {
     }
     beside(kinds(), |kind| {
         let folder = Folder::new();
-        let run = busy(kind, &folder, &[]);
-        let file = format!("file:{}", folder.path("guest"));
+        let (run, file) = busy_with_file(kind, &folder, &[]);
         let child = slow(&run, &file, &[]);
         let refused = snapshot(&run, &format!("file:{}", folder.path("other")), &[]);
         assert!(code(&refused) == 1 && errors(&refused).contains("being written"), "{refused:?}");
@@ -159,8 +162,7 @@ fn requests_that_cannot_begin_say_why() {
         return;
     }
     let folder = Folder::new();
-    let run = busy("process", &folder, &[]);
-    let file = format!("file:{}", folder.path("guest"));
+    let (run, file) = busy_with_file("process", &folder, &[]);
     std::fs::write(folder.file("guest"), b"mine").unwrap();
     for (uri, more, status, words) in [
         (file.as_str(), &[][..], 1, "exists already"),
@@ -248,8 +250,7 @@ fn hooks_run_while_the_guest_is_paused() {
     }
     beside(kinds(), |kind| {
         let folder = Folder::new();
-        let run = busy(kind, &folder, &[]);
-        let file = format!("file:{}", folder.path("guest"));
+        let (run, file) = busy_with_file(kind, &folder, &[]);
         let status = |name: &str| format!("{VMFERRY} status --api {} > {}", run.api, folder.path(name));
         let (freeze, thaw) = (format!("{}; sleep 0.1", status("freeze")), status("thaw"));
         let hooks = ["--freeze-hook", &freeze, "--thaw-hook", &thaw, "--json", "-"];
@@ -274,8 +275,7 @@ fn failed_hook_fails_the_snapshot_and_the_guest_runs_on() {
         return;
     }
     let folder = Folder::new();
-    let run = busy("process", &folder, &[]);
-    let file = format!("file:{}", folder.path("guest"));
+    let (run, file) = busy_with_file("process", &folder, &[]);
     let thawed = folder.path("thawed");
     let thaw = format!("touch {thawed}");
     for (freeze, limit, words) in [("exit 3", "10s", "freeze hook `exit 3`"), ("sleep 600", "200ms", "took")]

@@ -28,7 +28,8 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     options.only.clone_from(&args.only);
     let mut progress = |what: &str| eprintln!("branch: {what}");
     let Outcome { document, failures } = branch::run(&options, &mut Ours, &mut progress);
-    Ok(Finished { table: branch::table(&document), document, page: None, failures })
+    let (table, page) = (branch::table(&document), branch::page(&document));
+    Ok(Finished { table, page: Some(page), document, failures })
 }
 
 struct Ours;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use vmferry_core::{Layout, PageSet};
 use vmferry_engine::{
     DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, OnTimeout, PauseCosts, Protect,
-    RingFigures, RunState, Section, Settings, SharedRegion, SourceVm, StateReader, TrackerKind, VmError,
+    RegionFile, RingFigures, RunState, Section, Settings, SourceVm, StateReader, TrackerKind, VmError,
 };
 
 /// Bandwidth limit in bytes per second: 1 Gbit/s, so that a pass of the busy guest takes a while.
@@ -128,7 +128,7 @@ impl SourceVm for Recorded<'_> {
         let layout = self.vm.memory().layout().clone();
         Ok(Box::new(RecordingTracker { tracker, layout, recorder, began: Instant::now() }))
     }
-    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+    fn share_memory(&mut self) -> Result<Vec<RegionFile>, VmError> {
         self.vm.share_memory()
     }
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {

@@ -25,7 +25,8 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     options.only.clone_from(&args.only);
     let mut progress = |what: &str| eprintln!("snapshot: {what}");
     let Outcome { document, failures } = snapshot::run(&options, &mut Ours, &mut progress);
-    Ok(Finished { table: snapshot::table(&document), page: None, document, failures })
+    let (table, page) = (snapshot::table(&document), snapshot::page(&document));
+    Ok(Finished { table, page: Some(page), document, failures })
 }
 
 struct Ours;

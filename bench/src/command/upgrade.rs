@@ -6,9 +6,10 @@ use super::sample::Sample;
 use super::side::{Folder, Side, Start};
 use super::{Finished, no_kvm, program};
 use crate::cases::{self, Figures};
-use crate::host::{self, available_memory};
+use crate::goal;
+use crate::host;
 use crate::qemu::{self, QemuSpec};
-use crate::rounds::{MEMORY_RESERVE, OurError, Rounds, Stop};
+use crate::rounds::{OurError, Rounds, Stop, room_for};
 use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
@@ -17,10 +18,14 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use vmferry_report::benches::upgrade;
+use vmferry_report::by_memory::{UPGRADE_DOWNTIME_GOAL_MS, UPGRADE_TOTAL_GOAL_MS};
 use vmferry_report::json::{Case, Document};
 
 /// Memory of the guests in MiB.
 const MEMORY_MIB: [u64; 5] = [256, 1024, 4096, 8192, 16384];
+/// Memory of the guest to which the goals apply, in MiB.
+const GOAL_MIB: u64 = 8192;
 /// Largest memory of `--quick` in MiB.
 const QUICK_MIB: u64 = 1024;
 /// Rounds of each case, and those of `--quick`.
@@ -62,7 +67,6 @@ struct Times {
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     let which = usize::from(args.quick);
     let mut document = Document::new("upgrade", host::describe());
-    let mut table = format!("{:24} {:>14} {:>14} {:>14}\n", "", "downtime, ms", "total, ms", "ready, ms");
     let mut progress = |what: &str| eprintln!("upgrade: {what}");
     let repeats = args.rounds.map_or(ROUNDS[which], usize::from);
     let mut rounds = Rounds::new(repeats, &mut progress);
@@ -71,22 +75,22 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     }
     let mut failures = rounds.failures;
     in_a_row(args, IN_A_ROW[which], &mut document, &mut failures)?;
-    for case in &document.cases {
-        let of = |names: [&str; 2]| names.map(|name| case.text(name, 1)).join("").replace('-', "");
-        let downtime = of(["downtime_ms", "downtime_max_ms"]);
-        let total = of(["total_ms", "total_max_ms"]);
-        let ready = case.text("ready_ms", 1);
-        table.push_str(&format!("{:24} {downtime:>14} {total:>14} {ready:>14}\n", case.name));
-    }
-    table.push_str(&document.skipped_text());
     for (name, metric) in [("upgrade_downtime_ms", "downtime_ms"), ("upgrade_total_ms", "total_ms")] {
         if let Some(value) = largest(&document, metric) {
             document.summary.insert(name.into(), json!(value));
         }
     }
+    let figure = |metric: &str| cases::figure(&document, &group(GOAL_MIB), Program::Ours, metric);
+    let goals = [
+        goal::at_most("downtime of 8 GiB, ms", UPGRADE_DOWNTIME_GOAL_MS, figure("downtime_ms")),
+        goal::at_most("total of 8 GiB, ms", UPGRADE_TOTAL_GOAL_MS, figure("total_ms")),
+    ];
+    let goals: Vec<Value> = goals.into_iter().flatten().collect();
+    document.summary.insert("goals".into(), json!(goals));
     document.summary.insert("rounds".into(), json!(repeats));
     document.summary.insert("failures".into(), json!(failures));
-    Ok(Finished { document, table, page: None, failures })
+    let (table, page) = (upgrade::table(&document), upgrade::page(&document));
+    Ok(Finished { document, table, page: Some(page), failures })
 }
 
 /// Returns the metric `name` of vmferry's case with the largest memory that ran.
@@ -110,7 +114,8 @@ fn compare(args: &BenchArgs, mib: u64, rounds: &mut Rounds<'_>, document: &mut D
     let sides: Vec<_> =
         [Program::Ours, Program::Qemu].into_iter().filter(|side| chosen(args, &name(*side))).collect();
     let runs = rounds.run(sides, name, |side, _| {
-        enough_memory(mib << 20)?;
+        // Both processes have the same pages. The rest is for their page tables.
+        room_for((mib << 20) / 16 * 17)?;
         match side {
             Program::Ours => ours(mib),
             Program::Qemu => theirs(mib),
@@ -125,19 +130,6 @@ fn compare(args: &BenchArgs, mib: u64, rounds: &mut Rounds<'_>, document: &mut D
 /// Returns the workload of a guest that has filled most of its memory.
 fn workload(mib: u64) -> String {
     format!("uniform,ws=64M,data={}M,rate=20k,fill=random", mib / 8 * 7)
-}
-
-/// Checks that this host can hold a guest of `guest` bytes. Both processes have the same pages.
-fn enough_memory(guest: u64) -> Result<(), Stop> {
-    let needed = guest + guest / 16 + MEMORY_RESERVE;
-    match available_memory().filter(|available| *available < needed) {
-        None => Ok(()),
-        Some(available) => Err(Stop::Skip(format!(
-            "needs {} MiB of memory, {} MiB are available",
-            needed >> 20,
-            available >> 20
-        ))),
-    }
 }
 
 fn theirs(mib: u64) -> Result<Times, Stop> {

@@ -25,9 +25,9 @@ use std::time::{Duration, Instant};
 use vmferry_report::json::Document;
 
 use crate::cases;
-use crate::host::{self, available_memory};
+use crate::host;
 use crate::qemu;
-use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop};
+use crate::rounds::{Rounds, SideRuns, Stop, room_for};
 use crate::warm::Warm;
 use figures::{Filled, Single};
 use spec::MOST_GUESTS;
@@ -170,19 +170,6 @@ fn in_turn<S: Copy + Display, R>(
     let name = |side: S| format!("{group}/{side}");
     let wanted = sides.iter().copied().filter(|side| options.wants(&name(*side)));
     rounds.run_at_most(wanted, |_| most, name, |side, _| once(side))
-}
-
-/// Checks that this host has `bytes` of free memory, and the reserve.
-fn room_for(bytes: u64) -> Result<(), Stop> {
-    let needed = bytes.saturating_add(MEMORY_RESERVE);
-    match available_memory().filter(|available| *available < needed) {
-        None => Ok(()),
-        Some(available) => Err(Stop::Skip(format!(
-            "needs {} MiB of memory, {} MiB are available",
-            needed >> 20,
-            available >> 20
-        ))),
-    }
 }
 
 /// Returns the resident bytes and used pages of a guest that allocates next to nothing.

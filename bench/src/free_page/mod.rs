@@ -22,10 +22,10 @@ use std::fmt::Display;
 use vmferry_report::json::Document;
 
 use crate::cases;
-use crate::host::{self, available_memory};
+use crate::host;
 use crate::link::{Link, Tools};
 use crate::qemu;
-use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop, enough_memory};
+use crate::rounds::{Rounds, SideRuns, Stop, enough_memory, room_for};
 
 pub use crate::rounds::{OurError, Outcome};
 pub use figures::{Given, Inflation, Learned, LowMemory, Moved};
@@ -167,19 +167,6 @@ fn in_turn<S: Copy + Display, R>(
     let name = |side: S| format!("{group}/{side}");
     let wanted = sides.iter().copied().filter(|side| options.wants(&name(*side)));
     rounds.run(wanted, name, |side, _| once(side))
-}
-
-/// Checks that this host has `bytes` of free memory, and the reserve.
-fn room_for(bytes: u64) -> Result<(), Stop> {
-    let needed = bytes.saturating_add(MEMORY_RESERVE);
-    match available_memory().filter(|available| *available < needed) {
-        None => Ok(()),
-        Some(available) => Err(Stop::Skip(format!(
-            "needs {} MiB of memory, {} MiB are available",
-            needed >> 20,
-            available >> 20
-        ))),
-    }
 }
 
 #[cfg(test)]

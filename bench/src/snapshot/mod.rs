@@ -11,13 +11,16 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry_report::Spread;
+use vmferry_report::by_memory::PAUSE_GOAL_MS;
 use vmferry_report::json::{Case, Document};
 
+use crate::goal::{self, Figure};
 use crate::host;
 use crate::qemu::{self, QemuSpec};
 use crate::reaper::to_f64;
 pub use crate::rounds::{OurError, Outcome};
-use crate::rounds::{Rounds, SideRuns, Stop, enough_memory};
+use crate::rounds::{Rounds, SideRuns, Stop, room_for};
+pub use vmferry_report::benches::snapshot::{page, table};
 
 /// Bytes of the working set of the guest.
 const WORKING_SET: u64 = 64 << 20;
@@ -127,7 +130,7 @@ impl Side {
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("snapshot", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
-    let (mut our_pauses, mut qemu_pauses) = (Vec::new(), Vec::new());
+    let (mut our_pauses, mut qemu_pauses, mut goals) = (Vec::new(), Vec::new(), Vec::new());
     for memory in &options.memories {
         let spec = GuestSpec { memory: *memory, warm_up: options.warm_up, since: false };
         let name = |side: Side| format!("{}M/{}", memory >> 20, side.name());
@@ -145,6 +148,10 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
                     Side::Qemu => qemu_pauses.push(point),
                 }
             }
+            if runs.side == Side::Ours {
+                let name = format!("pause of {} MiB, ms", memory >> 20);
+                goals.extend(goal::at_most(name, PAUSE_GOAL_MS, Figure::of(&case, "pause_ms")));
+            }
             document.cases.push(case);
         }
     }
@@ -157,14 +164,16 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
             document.summary.insert(format!("{prefix}pause_slope_ms_per_gib"), json!(slope));
         }
     }
+    document.summary.insert("goals".into(), json!(goals));
+    document.summary.insert("rounds".into(), json!(options.repeats));
     document.summary.insert("failures".into(), json!(failures));
     Outcome { document, failures }
 }
 
 /// Runs one side once.
 fn once(side: Side, spec: &GuestSpec, ours: &mut dyn OurRunner) -> Result<Run, Stop> {
-    // One process has the guest. The page cache of the file may take the same amount.
-    enough_memory(spec.memory / 2)?;
+    // One process has the guest. The kernel can reclaim the page cache of the file.
+    room_for(spec.memory)?;
     let fail = |error: std::io::Error| Stop::Fail(format!("a folder for the file: {error}"));
     let folder = tempfile::Builder::new().prefix("vmferry-bench-").tempdir().map_err(fail)?;
     enough_disk(folder.path(), if side == Side::OursSince { 2 * spec.memory } else { spec.memory })?;
@@ -229,29 +238,6 @@ fn slope(points: &[(f64, f64)]) -> Option<f64> {
     (points.len() > 1 && below > 0.0).then(|| above / below)
 }
 
-/// Returns the results as text.
-#[must_use]
-pub fn table(document: &Document) -> String {
-    let mut text = format!(
-        "{:<16}{:>20}{:>20}{:>20}{:>20}\n",
-        "case", "pause ms", "total ms", "guest speed kept", "longest stall ms"
-    );
-    for case in document.cases.iter().filter(|case| case.skipped.is_none()) {
-        text.push_str(&format!(
-            "{:<16}{:>20}{:>20}{:>20}{:>20}\n",
-            case.name,
-            case.spread_text("pause_ms", 2),
-            case.spread_text("total_ms", 0),
-            case.spread_text("guest_speed_kept", 2),
-            case.spread_text("stall_max_ms", 1)
-        ));
-    }
-    for (name, value) in document.summary.iter().filter(|(name, _)| *name != "failures") {
-        text.push_str(&format!("{name} {value:.3}\n"));
-    }
-    text + &document.skipped_text() + &document.failures_text()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -289,6 +275,9 @@ mod tests {
         };
         close("pause_slope_ms_per_gib", 1.0);
         close("pause_ms_16g", 18.0);
+        let goals = document.summary["goals"].as_array().unwrap();
+        let got: Vec<_> = goals.iter().map(|goal| goal["got"].as_f64().unwrap()).collect();
+        assert!(got.len() == 3 && (got[2] - 18.0).abs() < 1e-6, "{goals:?}");
         assert!((document.cases[0].metrics["guest_speed_kept"] - 0.5).abs() < 1e-9);
         assert!(table(&document).contains("256M/vmferry"));
         assert_eq!(slope(&[(1.0, 2.0)]), None);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_engine::{
-    DemandPaging, GuestMemory, MachineConfig, Migratable, RunState, Section, SharedRegion, StateWriter,
+    DemandPaging, GuestMemory, MachineConfig, Migratable, RegionFile, RunState, Section, StateWriter,
     StreamName, TargetVm, VmError,
 };
 
@@ -34,7 +34,7 @@ impl TargetVm for Arriving<'_> {
         self.vm.demand_paging()
     }
 
-    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+    fn take_memory(&mut self, regions: Vec<RegionFile>) -> Result<(), VmError> {
         self.vm.take_memory(regions)
     }
 

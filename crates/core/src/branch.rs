@@ -1,32 +1,19 @@
 //! Memory of a guest at the instant at which other guests branch off.
 
-use crate::{PageSet, RegionId};
+use crate::{PageSet, RegionFile};
 use std::fmt;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
-
-/// Bytes of a file that are, or will be, the memory of one region.
-///
-/// From the instant of a branch on, these bytes never change. Each process maps them privately, so
-/// that a write copies the written page for the writer only.
-#[derive(Debug, Clone)]
-pub struct BranchRegion {
-    /// Id of the region.
-    pub id: RegionId,
-    /// File with the bytes: a memfd, or a file on a disk.
-    pub file: Arc<OwnedFd>,
-    /// Offset of the first byte of the region in the file, a multiple of the page size.
-    pub offset: u64,
-}
 
 /// Files that hold the memory of a guest that is to be branched.
+///
+/// From the instant of the branch on, the content of these files never changes. Each process maps
+/// them privately, so that a write copies the written page for the writer only.
 #[derive(Debug)]
 pub enum BranchMemory {
     /// The memory is these files, which the VM has mapped shared. They contain every write of the
     /// guest up to the instant, and no process changes them after that.
     Files {
         /// Files that are mapped shared.
-        files: Vec<BranchRegion>,
+        files: Vec<RegionFile>,
         /// Old page-table entries of the files, if the VM has moved them to other addresses. The
         /// engine drops them with the old mappings.
         retired: RetiredMemory,
@@ -35,7 +22,7 @@ pub enum BranchMemory {
     /// pages that the guest has written since. The engine copies both into new files.
     Changed {
         /// Files that are mapped privately. No process changes them.
-        files: Vec<BranchRegion>,
+        files: Vec<RegionFile>,
         /// Pages that may differ from the files. A page that the guest writes during the call may
         /// be missing, because the engine tracks writes at that time.
         written: PageSet,

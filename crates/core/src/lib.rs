@@ -3,7 +3,7 @@
 //! | part | content |
 //! |---|---|
 //! | addresses | [`Gpa`], [`PageIndex`], [`PageRun`], [`RegionId`]: distinct types, because confusing them would lose pages |
-//! | memory | [`Layout`] of regions, [`PageSet`], [`Window`] onto live bytes, [`PageDigest`], [`SharedRegion`] for another process of this host |
+//! | memory | [`Layout`] of regions, [`PageSet`], [`Window`] onto live bytes, [`PageDigest`], [`RegionFile`] for other processes of this host |
 //! | machine | [`MachineConfig`], and the [`Section`]s of device state |
 //! | VMM | [`Migratable`], [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`DemandPaging`], [`FreePages`]: the traits that a VMM implements |
 //!
@@ -62,9 +62,9 @@ mod digest;
 mod fold;
 mod free;
 mod layout;
-mod local;
 mod machine;
 mod paging;
+mod region_file;
 mod set;
 mod stream;
 mod tracker;
@@ -73,13 +73,13 @@ mod window;
 mod write_protection;
 
 pub use addr::{Gpa, PageIndex, PageRun, RegionId};
-pub use branch::{BranchMemory, BranchRegion, RetiredMemory};
+pub use branch::{BranchMemory, RetiredMemory};
 pub use digest::{PageDigest, ZERO_PAGE};
 pub use free::{Answer, AnswerMode, FreePages, FreeReport};
 pub use layout::{Layout, LayoutError, MAX_PAGES, MAX_REGIONS, Region};
-pub use local::SharedRegion;
 pub use machine::{MachineConfig, Section};
 pub use paging::{DemandPaging, Fault, Placed};
+pub use region_file::RegionFile;
 pub use set::PageSet;
 pub use stream::{StateReader, StateWriter, StreamName};
 pub use tracker::{

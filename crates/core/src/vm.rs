@@ -21,9 +21,9 @@
 //! and therefore the guest. The engine logs a warning once in such a program.
 
 use crate::{
-    BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun,
-    RegionId, RetiredMemory, Section, SharedRegion, StateReader, StateWriter, StreamName, TrackerKind,
-    Window, WriteProtection,
+    BranchMemory, DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun, RegionFile,
+    RegionId, RetiredMemory, Section, StateReader, StateWriter, StreamName, TrackerKind, Window,
+    WriteProtection,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -226,7 +226,7 @@ pub trait Migratable {
     /// # Errors
     /// If the memory cannot be mapped. All regions must be mapped and must have the content that
     /// they had before, so that the guest can continue.
-    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<RetiredMemory, VmError> {
+    fn adopt_memory(&mut self, regions: &[RegionFile]) -> Result<RetiredMemory, VmError> {
         let _ = regions;
         Err(VmError::new("this VM cannot share memory with a branch"))
     }
@@ -292,16 +292,20 @@ pub trait SourceVm: Migratable {
     /// that process. The memory is not copied: from the commit on, the target owns it, as it owns
     /// the guest.
     ///
-    /// All regions of [the layout](GuestMemory::layout) must be returned, each once. The mappings
-    /// of this VM stay until it is dropped, so that the guest can stay if the handoff fails. After
-    /// the engine has reported that the guest has moved, no thread of the VMM may write guest
-    /// memory, and dropping the VM must not discard the content of the files (`madvise` with
-    /// `MADV_REMOVE`, `fallocate` with `FALLOC_FL_PUNCH_HOLE`).
+    /// All regions of [the layout](GuestMemory::layout) must be returned, each once. Each file must
+    /// be a memfd, with pages of the kernel or of the host's pool of huge pages. It must be sealed
+    /// against shrinking (`F_SEAL_SHRINK`, fcntl(2)), because an access beyond the end of a file
+    /// ends the process that makes it.
+    ///
+    /// The mappings of this VM stay until it is dropped, so that the guest can stay if the handoff
+    /// fails. After the engine has reported that the guest has moved, no thread of the VMM may
+    /// write guest memory, and dropping the VM must not discard the content of the files (`madvise`
+    /// with `MADV_REMOVE`, `fallocate` with `FALLOC_FL_PUNCH_HOLE`).
     ///
     /// # Errors
     /// If another process cannot map the memory. The error should say why, and how to start a guest
     /// whose memory can be handed over. The default returns an error.
-    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+    fn share_memory(&mut self) -> Result<Vec<RegionFile>, VmError> {
         Err(VmError::new("this VM does not share its memory with other processes; move the guest by precopy"))
     }
 
@@ -526,7 +530,7 @@ pub trait TargetVm: Migratable {
     /// # Errors
     /// If the memory cannot be mapped. The guest stays on the source, where it was not stopped. The
     /// default returns an error.
-    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+    fn take_memory(&mut self, regions: Vec<RegionFile>) -> Result<(), VmError> {
         let _ = regions;
         Err(VmError::new("this VM does not map the memory of another process; move the guest by precopy"))
     }

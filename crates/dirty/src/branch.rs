@@ -9,7 +9,7 @@ use crate::{Backing, MappedRegion, TrackerError};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{BranchMemory, BranchRegion, PageSet, RetiredMemory};
+use vmferry_core::{BranchMemory, PageSet, RegionFile, RetiredMemory};
 use vmferry_sys::mapping::{Retired, Sharing, move_entries, replace, unmap_pages};
 use vmferry_sys::pagemap::{IS_FILE, IS_PRESENT, IS_SWAPPED, Match, PageRegion, Pagemap};
 
@@ -28,7 +28,7 @@ const RUNS: usize = 2048;
 pub fn branch_memory(regions: &[MappedRegion]) -> Result<BranchMemory, TrackerError> {
     let file = |region: &MappedRegion| match &region.backing {
         Backing::Memfd { file, offset } | Backing::PrivateFile { file, offset } => {
-            Ok(BranchRegion { id: region.id, file: Arc::clone(file), offset: *offset })
+            Ok(RegionFile { region: region.id, file: Arc::clone(file), offset: *offset })
         }
         Backing::Anonymous | Backing::Other => Err(TrackerError::NotShareable(region.id)),
     };
@@ -93,7 +93,7 @@ pub unsafe fn release_entries(regions: &[MappedRegion]) -> Result<Vec<Retired>, 
 /// shortens it while it is mapped.
 pub unsafe fn adopt(
     region: &MappedRegion,
-    from: &BranchRegion,
+    from: &RegionFile,
 ) -> Result<(Backing, Option<Retired>), TrackerError> {
     // SAFETY: the caller guarantees the contract of this function.
     let old = unsafe { replace(region.span(), from.file.as_fd(), from.offset, Sharing::Private) };

@@ -39,14 +39,14 @@ use rustix::fs::SealFlags;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use vmferry_core::{
-    DirtyTracker, Layout, NothingToProtect, PAGE_SIZE, PageSet, Protect, SharedRegion, SourceVm, VmError,
+    DirtyTracker, Layout, NothingToProtect, PAGE_SIZE, PageSet, Protect, RegionFile, SourceVm, VmError,
 };
 use vmferry_wire::{LocalRegion, ToTarget};
 
 /// Memory that the source shares, after all checks.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
-    regions: Vec<SharedRegion>,
+    regions: Vec<RegionFile>,
     described: Vec<LocalRegion>,
 }
 
@@ -67,12 +67,15 @@ impl SharedMemory {
 
 /// Checks that `regions` are the regions of `layout`, and returns their descriptions for the target
 /// in the same order.
-fn described(layout: &Layout, regions: &[SharedRegion]) -> Result<Vec<LocalRegion>, VmError> {
-    let described =
-        |shared: &SharedRegion| LocalRegion { region: shared.region, len: shared.len, offset: shared.offset };
+fn described(layout: &Layout, regions: &[RegionFile]) -> Result<Vec<LocalRegion>, VmError> {
+    let described = |shared: &RegionFile| {
+        // `check` refuses a region that the layout does not have.
+        let len = layout.region(shared.region).map_or(0, |own| own.len);
+        LocalRegion { region: shared.region, len, offset: shared.offset }
+    };
     let described: Vec<_> = regions.iter().map(described).collect();
     check(layout, &described)?;
-    regions.iter().try_for_each(check_file)?;
+    regions.iter().zip(&described).try_for_each(|(shared, described)| check_file(shared, described.len))?;
     Ok(described)
 }
 
@@ -82,15 +85,15 @@ pub(crate) fn passed(
     layout: &Layout,
     regions: Vec<LocalRegion>,
     descriptors: Vec<OwnedFd>,
-) -> Result<Vec<SharedRegion>, VmError> {
+) -> Result<Vec<RegionFile>, VmError> {
     check(layout, &regions)?;
     if descriptors.len() != regions.len() {
         let (came, wanted) = (descriptors.len(), regions.len());
         return Err(VmError::new(format!("{came} descriptors came for {wanted} memory regions")));
     }
     let shared = |(LocalRegion { region, len, offset }, file)| {
-        let shared = SharedRegion { region, len, file: Arc::new(file), offset };
-        check_file(&shared).map(|()| shared)
+        let shared = RegionFile { region, file: Arc::new(file), offset };
+        check_file(&shared, len).map(|()| shared)
     };
     regions.into_iter().zip(descriptors).map(shared).collect()
 }
@@ -112,16 +115,15 @@ fn check(layout: &Layout, regions: &[LocalRegion]) -> Result<(), VmError> {
     )))
 }
 
-/// Checks that the file contains all of the region, and can never become shorter.
-fn check_file(shared: &SharedRegion) -> Result<(), VmError> {
+/// Checks that the file contains all `len` bytes of the region, and can never become shorter.
+fn check_file(shared: &RegionFile, len: u64) -> Result<(), VmError> {
     let wrong =
         |why: String| VmError::new(format!("the memory of {} cannot be shared: {why}", shared.region));
     let stat = rustix::fs::fstat(&shared.file).map_err(|error| wrong(error.to_string()))?;
     let size = u64::try_from(stat.st_size).unwrap_or(0);
-    let end = shared.offset.checked_add(shared.len).filter(|_| shared.offset.is_multiple_of(PAGE_SIZE));
+    let end = shared.offset.checked_add(len).filter(|_| shared.offset.is_multiple_of(PAGE_SIZE));
     if end.is_none_or(|end| end > size) {
-        let (offset, len) = (shared.offset, shared.len);
-        return Err(wrong(format!("its file has {size} bytes, not {len} from {offset} on")));
+        return Err(wrong(format!("its file has {size} bytes, not {len} from {} on", shared.offset)));
     }
     // Only files that support seals answer: memfds, and no files that have a name.
     match rustix::fs::fcntl_get_seals(&shared.file) {

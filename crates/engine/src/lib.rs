@@ -129,10 +129,10 @@ pub use target::{
 /// Level of Zstandard, for [`PageCodec`].
 pub use vmferry_codec::Level as ZstdLevel;
 pub use vmferry_core::{
-    Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport,
-    GuestMemory, MachineConfig, Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures,
-    ReaperState, RetiredMemory, RingFigures, RunState, Section, SharedRegion, SourceVm, StateReader,
-    StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError, WriteProtection,
+    Answer, AnswerMode, BranchMemory, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory,
+    MachineConfig, Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures, ReaperState,
+    RegionFile, RetiredMemory, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter,
+    StreamName, TargetVm, TrackerKind, VcpuRing, VmError, WriteProtection,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, RunState, SharedRegion};
+use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, RegionFile, RunState};
 use vmferry_engine::{GuestMemory, Section};
 use vmferry_fault::PagingSlot;
 use vmferry_guest_abi::{
@@ -236,7 +236,7 @@ impl ProcessGuest {
     ///
     /// # Errors
     /// Returns an error if a guest is loaded, or if the memory cannot be mapped.
-    pub(crate) fn take_shared(&mut self, regions: Vec<SharedRegion>) -> Result<(), Error> {
+    pub(crate) fn take_shared(&mut self, regions: Vec<RegionFile>) -> Result<(), Error> {
         if self.running.is_some() {
             return Err(Error::WrongState {
                 what: "take a guest's memory",

@@ -8,9 +8,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{
-    BranchMemory, BranchRegion, Layout, PageRun, Region, RegionId, RetiredMemory, SharedRegion, Window,
-};
+use vmferry_core::{BranchMemory, Layout, PageRun, Region, RegionFile, RegionId, RetiredMemory, Window};
 use vmferry_dirty::{
     Backing, MappedRegion, Prealloc, TrackerError, adopt, available_memory, branch_memory, next_touched,
     populate, populate_all, renew, touched,
@@ -175,14 +173,14 @@ impl Memory {
     /// # Errors
     /// Returns an error if a region is missing in `from`, or if the host refuses a mapping. Each
     /// region then has its old or its new mapping.
-    pub(crate) fn adopt(&self, from: &[BranchRegion]) -> Result<RetiredMemory, VmError> {
+    pub(crate) fn adopt(&self, from: &[RegionFile]) -> Result<RetiredMemory, VmError> {
         let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(region) = regions.iter().find(|region| from.iter().all(|from| from.id != region.id)) {
+        if let Some(region) = regions.iter().find(|region| from.iter().all(|from| from.region != region.id)) {
             return Err(VmError::new(format!("the branch has no memory for {}", region.id)));
         }
         let mut retired = RetiredMemory::new();
         for region in regions.iter_mut() {
-            let Some(from) = from.iter().find(|from| from.id == region.id) else { continue };
+            let Some(from) = from.iter().find(|from| from.region == region.id) else { continue };
             // SAFETY: `mappings` owns the mapping; all accesses are through raw addresses or
             // atomics, which the new mapping also has. The engine has checked length and seals of
             // the file, or this process owns it.
@@ -197,11 +195,11 @@ impl Memory {
     ///
     /// # Errors
     /// Returns an error if the memory is anonymous, or shared with a branch.
-    pub(crate) fn shared(&self) -> Result<Vec<SharedRegion>, Error> {
+    pub(crate) fn shared(&self) -> Result<Vec<RegionFile>, Error> {
         let shared = |mapped: &MappedRegion| match &mapped.backing {
             Backing::Memfd { file, offset } => {
                 let (file, offset) = (Arc::clone(file), *offset);
-                Ok(SharedRegion { region: mapped.id, len: mapped.len, file, offset })
+                Ok(RegionFile { region: mapped.id, file, offset })
             }
             Backing::PrivateFile { .. } => Err(Error::Branched),
             Backing::Anonymous | Backing::Other => Err(Error::NotShared),
@@ -215,11 +213,10 @@ impl Memory {
     /// # Errors
     /// Returns an error if a file does not fit or cannot be mapped. Each region then has its old or
     /// its new mapping.
-    pub(crate) fn take(&self, shared: &[SharedRegion]) -> Result<(), Error> {
+    pub(crate) fn take(&self, shared: &[RegionFile]) -> Result<(), Error> {
         let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
         for own in regions.iter_mut() {
-            let fits =
-                |from: &&SharedRegion| from.region == own.id && from.len == own.len && from.offset == 0;
+            let fits = |from: &&RegionFile| from.region == own.id && from.offset == 0;
             let from = shared.iter().find(fits).ok_or(Error::OtherMemory(own.id))?;
             // SAFETY: `mappings` owns the range, no thread of a guest exists that writes it, and
             // all accesses are through raw addresses or atomics. The engine has checked length and

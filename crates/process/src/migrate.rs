@@ -5,9 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
-    BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
-    Migratable, RetiredMemory, RunState, Section, SharedRegion, SourceVm, TargetVm, TrackerKind, VmError,
-    WriteProtection,
+    BranchMemory, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RegionFile,
+    RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -20,7 +19,7 @@ impl Migratable for ProcessGuest {
         Arc::clone(&self.memory) as _
     }
 
-    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<RetiredMemory, VmError> {
+    fn adopt_memory(&mut self, regions: &[RegionFile]) -> Result<RetiredMemory, VmError> {
         self.memory.adopt(regions)
     }
 }
@@ -46,7 +45,7 @@ impl SourceVm for ProcessGuest {
         Ok(self.paging.get_or_make_protection(make)?)
     }
 
-    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+    fn share_memory(&mut self) -> Result<Vec<RegionFile>, VmError> {
         self.memory.shared().map_err(VmError::new)
     }
 
@@ -112,7 +111,7 @@ impl TargetVm for ProcessGuest {
         Ok(self.paging.get_or_make(make)?)
     }
 
-    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+    fn take_memory(&mut self, regions: Vec<RegionFile>) -> Result<(), VmError> {
         self.take_shared(regions).map_err(VmError::new)
     }
 

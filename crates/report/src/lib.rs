@@ -10,6 +10,7 @@
 
 pub mod bars;
 pub mod benches;
+pub mod by_memory;
 pub mod host;
 pub mod html;
 pub mod input;

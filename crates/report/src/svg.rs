@@ -54,6 +54,23 @@ pub struct Line {
     pub end: Option<f64>,
 }
 
+impl Line {
+    /// Draws a dot with a tooltip at each point.
+    fn dots(&self, svg: &mut String, scale: &Scale) {
+        for (x, y) in self.points.iter().filter(|(x, y)| x.is_finite() && y.is_finite()) {
+            let _ = write!(
+                svg,
+                "<path class=\"{}\" d=\"M{:.1} {:.1}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0\"><title>{}: {}</title></path>",
+                self.tone.class(),
+                scale.x(*x) - 4.0,
+                scale.y(*y),
+                escape(&self.name),
+                short(*y)
+            );
+        }
+    }
+}
+
 /// Chart with a title, two axes, a legend and lines.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Chart {
@@ -72,6 +89,10 @@ pub struct Chart {
     pub x_marks: Vec<(f64, String)>,
     /// Position on the x axis at which an event begins for all lines, and the name of the event.
     pub start: Option<(f64, String)>,
+    /// Value on the y axis that is marked, and the name of the mark.
+    pub level: Option<(f64, String)>,
+    /// True if each point of a line has a dot with its value.
+    pub dots: bool,
     /// Name of the mark at the end of a line.
     pub end_name: String,
     /// Ranges of the x axis that are shaded, each with its start and its end.
@@ -102,6 +123,7 @@ pub(super) const STYLE: &str = "\
 .vf .on{fill:var(--ground);font-weight:600}.vf .figure{fill:var(--text)}.vf .title{font-size:15px;font-weight:600;fill:var(--text)}\
 .vf .rule{stroke:var(--rule);stroke-width:1}.vf .ground{fill:var(--ground)}\
 .vf .start{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}\
+.vf .level{stroke:var(--ground);stroke-width:5px;stroke-linejoin:round;paint-order:stroke}\
 .vf polyline,.vf .key{fill:none;stroke-width:1.5;stroke-linejoin:round}\
 .vf .grey{stroke:var(--grey);stroke-dasharray:6 3}.vf .vermilion{stroke:var(--vermilion)}.vf .amber{stroke:var(--amber)}\
 .vf .green{stroke:var(--green)}.vf .blue{stroke:var(--blue);stroke-width:2.2!important}\
@@ -120,6 +142,7 @@ struct Scale {
 impl Scale {
     fn of(chart: &Chart) -> Self {
         let points = || chart.lines.iter().flat_map(|line| line.points.iter().copied());
+        let heights = || points().map(|(_, y)| y).chain(chart.level.as_ref().map(|(level, _)| *level));
         let range = |values: &mut dyn Iterator<Item = f64>| {
             values
                 .filter(|value| value.is_finite())
@@ -127,10 +150,10 @@ impl Scale {
         };
         let x = range(&mut points().map(|(x, _)| x));
         let x = if x.0 < x.1 { x } else { (0.0, 1.0) };
-        let highest = range(&mut points().map(|(_, y)| y)).1.max(f64::MIN_POSITIVE);
+        let highest = range(&mut heights()).1.max(f64::MIN_POSITIVE);
         let y = if chart.log_y {
             let high = highest.max(10.0).log10();
-            let lowest = range(&mut points().map(|(_, y)| y).filter(|y| *y > 0.0)).0;
+            let lowest = range(&mut heights().filter(|y| *y > 0.0)).0;
             let lowest = if lowest.is_finite() { lowest.log10().floor() } else { 0.0 };
             (lowest.clamp(high.ceil() - DECADES, high.floor()), high + 0.1)
         } else {
@@ -232,14 +255,32 @@ impl Chart {
                 let _ = write!(svg, "{:.1},{:.1} ", scale.x(*x), scale.y(*y));
             }
             svg.push_str("\"/>");
+            if self.dots {
+                line.dots(&mut svg, &scale);
+            }
             if let Some(end) = line.end {
                 let (x, y) = (scale.x(end), TOP - 1.0);
                 let _ = write!(svg, "<path class=\"{}\" d=\"M{x:.1} {y}l-5 -9h10z\"/>", line.tone.class());
             }
         }
+        self.level(&mut svg, &scale);
         self.legend(&mut svg);
         svg.push_str("</svg>");
         svg
+    }
+
+    /// Draws the marked level, above the lines, so that they do not cross its name.
+    fn level(&self, svg: &mut String, scale: &Scale) {
+        let Some((at, what)) = &self.level else { return };
+        let (right, y) = (WIDTH - RIGHT, scale.y(*at));
+        let _ = write!(
+            svg,
+            "<line class=\"start\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
+             <text class=\"level\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            right - 12.0,
+            y - 6.0,
+            escape(what)
+        );
     }
 
     fn axes(&self, svg: &mut String, scale: &Scale) {
@@ -367,6 +408,8 @@ mod tests {
             ranges: [None; 2],
             x_marks: Vec::new(),
             start: Some((0.0, "start".into())),
+            level: Some((2e6, "a goal > 1".into())),
+            dots: true,
             end_name: "end".into(),
             bands: vec![(0.5, 1.0)],
             lines: vec![
@@ -397,6 +440,23 @@ mod tests {
             // Larger values are higher, and zero lies on the lower edge.
             assert!(scale.y(1e6) < scale.y(1e5));
             assert!((scale.y(0.0) - (HEIGHT - BOTTOM)).abs() < 1e-9);
+        }
+    }
+
+    #[test]
+    fn level_lies_within_the_axes_and_each_point_has_a_dot() {
+        for log_y in [false, true] {
+            let (scale, svg) = (Scale::of(&chart(log_y)), chart(log_y).render());
+            let y = scale.y(2e6);
+            assert!(y > TOP && y < scale.y(1e6), "{y}");
+            assert!(
+                svg.contains(&format!("y1=\"{y:.1}\"")) && svg.contains(">a goal &gt; 1</text>"),
+                "{svg}"
+            );
+            // The value that is not a number has none.
+            assert_eq!(svg.matches("a4 4 0 1 0 8").count(), 4, "{svg}");
+            assert!(svg.contains("<title>one &amp; two: 1000</title>"), "{svg}");
+            assert!(!Chart { level: None, dots: false, ..chart(log_y) }.render().contains("a4 4"));
         }
     }
 

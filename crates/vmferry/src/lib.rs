@@ -115,11 +115,11 @@ pub use vmferry_fault as fault;
 pub use vmferry_kvm as kvm;
 
 pub use vmferry_core::{
-    Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport,
-    Gpa, GuestMemory, Layout, LayoutError, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex,
-    PageRun, PageSet, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, Region, RegionId,
-    RetiredMemory, RingFigures, RunState, Section, SharedRegion, SourceVm, StateReader, StateWriter,
-    StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window, WriteProtection,
+    Answer, AnswerMode, BranchMemory, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, Gpa,
+    GuestMemory, Layout, LayoutError, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex,
+    PageRun, PageSet, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, Region, RegionFile, RegionId,
+    RetiredMemory, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm,
+    TrackerKind, VcpuRing, VmError, Window, WriteProtection,
 };
 pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, BranchError, BranchPoint, Branched, BulkLimit, Bytes, Change,

@@ -9,9 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{RingTracker, WpTracker};
 use vmferry_engine::{
-    BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
-    Migratable, RetiredMemory, RunState, Section, SharedRegion, SourceVm, TargetVm, TrackerKind, VmError,
-    WriteProtection,
+    BranchMemory, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RegionFile,
+    RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -55,7 +54,7 @@ impl Migratable for Vm {
         Arc::clone(self.ram()) as Arc<GuestRam> as _
     }
 
-    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<RetiredMemory, VmError> {
+    fn adopt_memory(&mut self, regions: &[RegionFile]) -> Result<RetiredMemory, VmError> {
         Self::adopt_memory(self, regions).map_err(VmError::new)
     }
 }
@@ -90,7 +89,7 @@ impl SourceVm for Vm {
         Ok(self.paging().get_or_make_protection(make)?)
     }
 
-    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+    fn share_memory(&mut self) -> Result<Vec<RegionFile>, VmError> {
         self.ram().shared().map_err(VmError::new)
     }
 
@@ -155,7 +154,7 @@ impl TargetVm for Vm {
         Ok(self.paging().get_or_make(make)?)
     }
 
-    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+    fn take_memory(&mut self, regions: Vec<RegionFile>) -> Result<(), VmError> {
         self.expect_empty("take a guest's memory").map_err(VmError::new)?;
         // SAFETY: the VM has no guest, so its vCPUs have not run, and the threads of its devices
         // are halted until it has one. The engine receives no pages any more. Readers of the

@@ -11,7 +11,7 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageRun, PageSet, PauseCosts, RegionId};
 use vmferry_engine::{
     Answer, AnswerMode, DirtyTracker, FreePages, FreeReport, GuestMemory, MachineConfig, Migratable, Protect,
-    RingFigures, Section, SharedRegion, SourceVm, TrackerKind, VmError,
+    RegionFile, RingFigures, Section, SourceVm, TrackerKind, VmError,
 };
 use vmferry_testkit::wait;
 
@@ -64,7 +64,7 @@ impl SourceVm for Gated<'_> {
         let (tracker, gate) = (self.vm.tracker(kind)?, Arc::clone(&self.gate));
         Ok(Box::new(Tracker { tracker, gate }))
     }
-    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+    fn share_memory(&mut self) -> Result<Vec<RegionFile>, VmError> {
         self.vm.share_memory()
     }
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {

@@ -8,6 +8,7 @@
 //! | [`link`] | [`Proxy`](link::Proxy): a link that fails at a chosen byte, or at the commit |
 //! | [`peer`] | [`Target`](peer::Target) and [`Source`](peer::Source): peers that follow a script |
 //! | [`pair`] | [`moved`](pair::moved): a source and a target that run together |
+//! | [`memory`] | [`digests`](memory::digests): the content of each page |
 //! | [`gated`] | [`Gated`](gated::Gated): a source whose senders wait for the guest's free pages |
 //!
 //! Example: a source whose target closes the connection instead of accepting the guest.
@@ -32,6 +33,7 @@
 
 pub mod gated;
 pub mod link;
+pub mod memory;
 pub mod pair;
 pub mod peer;
 

@@ -12,8 +12,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{
-    BranchMemory, BranchRegion, DirtyTracker, GuestMemory, PAGE_BYTES, PAGE_SHIFT, PAGE_SIZE, PageRun,
-    PageSet, Protect, Region, SourceVm, VmError,
+    BranchMemory, DirtyTracker, GuestMemory, PAGE_BYTES, PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, Protect,
+    Region, RegionFile, SourceVm, VmError,
 };
 
 /// Number of pages that are copied from an old file at a time. They fit into a second-level cache.
@@ -75,7 +75,7 @@ impl MemoryCopy {
             BranchMemory::Files { .. } => (Vec::new(), PageSet::full(self.memory.layout())),
         };
         for (region, file) in &self.files {
-            if let Some(old) = old.iter().find(|old| old.id == region.id) {
+            if let Some(old) = old.iter().find(|old| old.region == region.id) {
                 let Some(written) = written.region(region.id) else { continue };
                 self.copied += copy_file(old, (*region, file), written)?;
             }
@@ -132,12 +132,12 @@ impl MemoryCopy {
 
     /// Copies the last pages. The guest is paused. Afterwards the files have the content of its
     /// memory.
-    pub(super) fn complete(&mut self) -> Result<Vec<BranchRegion>, BranchError> {
+    pub(super) fn complete(&mut self) -> Result<Vec<RegionFile>, BranchError> {
         self.harvest()?;
         self.copy_dirty()?;
         let region = |(region, file): &(Region, File)| {
             let file = Arc::new(OwnedFd::from(file.try_clone()?));
-            Ok(BranchRegion { id: region.id, file, offset: 0 })
+            Ok(RegionFile { region: region.id, file, offset: 0 })
         };
         self.files
             .iter()
@@ -186,11 +186,7 @@ fn not_copied(error: io::Error) -> BranchError {
 
 /// Copies the pages of the old file `from` that have content and are not set in `written`. Returns
 /// their number.
-fn copy_file(
-    from: &BranchRegion,
-    (region, to): (Region, &File),
-    written: &Bitmap,
-) -> Result<u64, BranchError> {
+fn copy_file(from: &RegionFile, (region, to): (Region, &File), written: &Bitmap) -> Result<u64, BranchError> {
     let mut buffer = vec![0; PIECE_PAGES * PAGE_BYTES];
     let old = File::from(from.file.try_clone().map_err(not_copied)?);
     let (mut at, mut copied) = (0, 0);

@@ -39,9 +39,7 @@ use copy::MemoryCopy;
 use rustix::fs::SealFlags;
 use std::io;
 use std::time::{Duration, Instant};
-use vmferry_core::{
-    BranchMemory, BranchRegion, RetiredMemory, RunState, Section, SourceVm, TargetVm, VmError,
-};
+use vmferry_core::{BranchMemory, RegionFile, RetiredMemory, RunState, Section, SourceVm, TargetVm, VmError};
 use vmferry_wire::{MigrationId, SnapshotError};
 
 /// Longest time for which a branch waits for the guest's I/O, because the guest is paused
@@ -171,7 +169,7 @@ pub fn branch(
 /// Origin of the files that hold the memory of the instant.
 enum Base {
     /// Files that are the guest's memory already.
-    Own { files: Vec<BranchRegion>, retired: RetiredMemory },
+    Own { files: Vec<RegionFile>, retired: RetiredMemory },
     /// New files, into which the memory is copied.
     Copied(Box<MemoryCopy>),
 }
@@ -200,7 +198,7 @@ impl Base {
     }
 
     /// Completes the files. The guest is paused, and its state is saved.
-    fn complete(&mut self) -> Result<Vec<BranchRegion>, BranchError> {
+    fn complete(&mut self) -> Result<Vec<RegionFile>, BranchError> {
         match self {
             Self::Own { files, .. } => Ok(files.clone()),
             Self::Copied(copy) => copy.complete(),
@@ -219,7 +217,7 @@ impl Base {
 /// State and memory of the guest at the instant, and the times of the steps.
 struct Taken {
     sections: Vec<Section>,
-    regions: Vec<BranchRegion>,
+    regions: Vec<RegionFile>,
     retired: RetiredMemory,
     pause: Duration,
     save: Duration,
@@ -289,7 +287,7 @@ pub fn join_branch(vm: &mut dyn TargetVm, point: &BranchPoint) -> Result<Receive
 /// new identity. Returns the time that loading the state took.
 pub(crate) fn start_shared(
     vm: &mut dyn TargetVm,
-    regions: &[BranchRegion],
+    regions: &[RegionFile],
     sections: &[Section],
 ) -> Result<Duration, VmError> {
     // The memory was empty, so there is little to unmap.

@@ -20,7 +20,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use vmferry_core::{BranchRegion, MAX_REGIONS, RegionId};
+use vmferry_core::{MAX_REGIONS, RegionFile, RegionId};
 
 const MAGIC: [u8; 8] = *b"VMFBRCH\x01";
 const FIXED: usize = 16;
@@ -98,13 +98,13 @@ impl BranchPoint {
     }
 }
 
-fn encode(regions: &[BranchRegion]) -> Vec<u8> {
+fn encode(regions: &[RegionFile]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(MESSAGE);
     bytes.extend(MAGIC);
     bytes.extend(u32::try_from(regions.len()).unwrap_or(u32::MAX).to_le_bytes());
     bytes.extend([0; 4]);
     for region in regions {
-        bytes.extend(region.id.0.to_le_bytes());
+        bytes.extend(region.region.0.to_le_bytes());
         bytes.extend([0; 4]);
         bytes.extend(region.offset.to_le_bytes());
     }
@@ -130,7 +130,7 @@ fn decode(bytes: &[u8; MESSAGE], files: Vec<OwnedFd>) -> io::Result<BranchPoint>
     let regions = files.enumerate().map(|(index, file)| {
         let at = FIXED + index * ENTRY;
         let offset = u64::from(word(at + 8)) | u64::from(word(at + 12)) << 32;
-        BranchRegion { id: RegionId(word(at)), file: Arc::new(file), offset }
+        RegionFile { region: RegionId(word(at)), file: Arc::new(file), offset }
     });
     Ok(BranchPoint::passed(state, regions.collect()))
 }
@@ -150,8 +150,8 @@ mod tests {
     }
 
     fn point(count: u32) -> BranchPoint {
-        let region = |id| BranchRegion {
-            id: RegionId(id),
+        let region = |id| RegionFile {
+            region: RegionId(id),
             file: Arc::new(file()),
             offset: u64::from(id) * 0x1_2345_6000,
         };
@@ -168,7 +168,7 @@ mod tests {
             assert_eq!(inode(came.state()), inode(sent.state()));
             assert_eq!(came.regions().len(), count as usize);
             for (came, sent) in came.regions().iter().zip(sent.regions()) {
-                assert_eq!((came.id, came.offset), (sent.id, sent.offset));
+                assert_eq!((came.region, came.offset), (sent.region, sent.offset));
                 assert_eq!(inode(&came.file), inode(&sent.file));
             }
             drop(one);

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use vmferry_core::{BranchRegion, Layout, MachineConfig, Section, TargetVm, VmError};
+use vmferry_core::{Layout, MachineConfig, RegionFile, Section, TargetVm, VmError};
 use vmferry_wire::{
     MigrationId, PartSum, SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap, SnapshotPart, SnapshotRegion,
     decode_part, encode_machine, encode_state,
@@ -25,7 +25,7 @@ use vmferry_wire::{
 #[derive(Debug, Clone)]
 pub struct BranchPoint {
     state: Arc<OwnedFd>,
-    regions: Vec<BranchRegion>,
+    regions: Vec<RegionFile>,
 }
 
 impl BranchPoint {
@@ -33,7 +33,7 @@ impl BranchPoint {
         id: MigrationId,
         (machine, layout): (&MachineConfig, &Layout),
         sections: &[Section],
-        regions: Vec<BranchRegion>,
+        regions: Vec<RegionFile>,
     ) -> Result<Self, BranchError> {
         let (machine, machine_sum) = encode_machine(machine)?;
         let (state, state_sum) = encode_state(sections)?;
@@ -64,13 +64,13 @@ impl BranchPoint {
     }
 
     /// Returns a point with files that another process has passed.
-    pub(super) fn passed(state: OwnedFd, regions: Vec<BranchRegion>) -> Self {
+    pub(super) fn passed(state: OwnedFd, regions: Vec<RegionFile>) -> Self {
         Self { state: Arc::new(state), regions }
     }
 
     /// Returns the files with the memory.
     #[must_use]
-    pub fn regions(&self) -> &[BranchRegion] {
+    pub fn regions(&self) -> &[RegionFile] {
         &self.regions
     }
 
@@ -120,7 +120,7 @@ impl BranchPoint {
     /// file would end the process, and a write of another process would change the guest's memory.
     fn check_files(&self, layout: &Layout) -> Result<(), VmError> {
         for region in layout.regions() {
-            let own = self.regions.iter().find(|own| own.id == region.id);
+            let own = self.regions.iter().find(|own| own.region == region.id);
             let own = own.ok_or_else(|| VmError::new(format!("there is no file for {}", region.id)))?;
             let end = own.offset.checked_add(region.len);
             let stat = rustix::fs::fstat(own.file.as_fd()).map_err(io::Error::from)?;

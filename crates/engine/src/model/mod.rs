@@ -94,23 +94,9 @@ impl Protocol {
         Self { with_arbiter: true, ..self }
     }
 
-    fn settings(&self) -> Settings {
-        let arbiter = self.with_arbiter.then(arbiter_placeholder);
-        Settings { arbiter, ..settings(self.mode, self.bounds.verify) }
-    }
-}
-
-/// Step in the representation of the checker.
-type Happening = (Operation, Option<StepFault>);
-
-impl Model for Protocol {
-    type State = World;
-    type Action = Happening;
-
-    fn init_states(&self) -> Vec<World> {
-        let (session, first) =
-            SourceSession::begin(self.settings().session(), world::machine(), PAGES as u64, Duration::ZERO);
-        let source = SourceState {
+    /// Returns the source at the beginning of the migration, when the guest runs there.
+    fn first_source(&self, session: SourceSession) -> SourceState {
+        SourceState {
             session: Keyed::by(session, SourceSession::project),
             todo: None,
             running: true,
@@ -140,8 +126,12 @@ impl Model for Protocol {
             early: Vec::new(),
             missing: 0,
             writes_left: self.bounds.writes,
-        };
-        let target = TargetState {
+        }
+    }
+
+    /// Returns the target at the beginning of the migration.
+    fn first_target(&self) -> TargetState {
+        TargetState {
             session: Step::new_session(self.mode, self.with_arbiter),
             running: false,
             holds: false,
@@ -164,7 +154,27 @@ impl Model for Protocol {
             in_postcopy: false,
             touches_left: self.bounds.touches,
             writes_left: self.bounds.target_writes,
-        };
+        }
+    }
+
+    fn settings(&self) -> Settings {
+        let arbiter = self.with_arbiter.then(arbiter_placeholder);
+        Settings { arbiter, ..settings(self.mode, self.bounds.verify) }
+    }
+}
+
+/// Step in the representation of the checker.
+type Happening = (Operation, Option<StepFault>);
+
+impl Model for Protocol {
+    type State = World;
+    type Action = Happening;
+
+    fn init_states(&self) -> Vec<World> {
+        let (session, first) =
+            SourceSession::begin(self.settings().session(), world::machine(), PAGES as u64, Duration::ZERO);
+        let source = self.first_source(session);
+        let target = self.first_target();
         let world = World {
             source,
             target,

@@ -186,16 +186,7 @@ impl Step<'_> {
                 self.save();
                 return Some(still_busy());
             }
-            Action::Save { .. } => {
-                if !self.flaw(Flaw::HarvestsBeforeSaving) {
-                    self.save();
-                }
-                self.world.source.saved = Some(self.world.source.memory);
-                if self.flaw(Flaw::WritesAfterSaving) {
-                    self.write(0);
-                }
-                Event::Saved { sections: vec![] }
-            }
+            Action::Save { .. } => self.save_quiesced(),
             Action::StreamState => unreachable!("no guest of the model has streams of device state"),
             Action::Release => return Some(self.release()),
             Action::HandOver { also } => return Some(self.hand_over(mask_of_runs(&also))),
@@ -223,15 +214,31 @@ impl Step<'_> {
                 return None;
             }
             Action::Finish(outcome) => {
-                self.world.source.outcome = Some(outcome);
-                // Like the driver: a register that is not needed any more is removed.
-                let done = self.world.source.session.is.register_unneeded();
-                self.world.arbiter.iter_mut().filter(|_| done).for_each(|arbiter| arbiter.register = None);
-                self.end_source();
+                self.finish_source(outcome);
                 return None;
             }
         };
         Some(if self.source_step_fails() { Event::LocalFailure(failure()) } else { done })
+    }
+
+    /// Saves the state of a guest whose devices have no requests.
+    fn save_quiesced(&mut self) -> Event {
+        if !self.flaw(Flaw::HarvestsBeforeSaving) {
+            self.save();
+        }
+        self.world.source.saved = Some(self.world.source.memory);
+        if self.flaw(Flaw::WritesAfterSaving) {
+            self.write(0);
+        }
+        Event::Saved { sections: vec![] }
+    }
+
+    fn finish_source(&mut self, outcome: Outcome) {
+        self.world.source.outcome = Some(outcome);
+        // Like the driver: a register that is not needed any more is removed.
+        let done = self.world.source.session.is.register_unneeded();
+        self.world.arbiter.iter_mut().filter(|_| done).for_each(|arbiter| arbiter.register = None);
+        self.end_source();
     }
 
     fn release(&mut self) -> Event {

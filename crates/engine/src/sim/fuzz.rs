@@ -147,6 +147,19 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     }
 }
 
+/// Adds the events of a pass that is sent and received.
+fn pass_events(number: u32, kind: &source::Pass, events: &mut Vec<source::Event>) {
+    use source::Event;
+    let with_digests = *kind == source::Pass::Digests;
+    events.extend(with_digests.then_some(Event::Comparing { pages: PAGES }));
+    events.extend([
+        Event::PassSent { bytes: 4096, listing: Duration::ZERO, held: Duration::ZERO },
+        Event::Message(ToSource::Received { pass: number, mismatches: 0, runs: vec![] }),
+    ]);
+    let verified = ToSource::Verified { pages: PAGES, mismatched: 0, samples: vec![] };
+    events.extend(with_digests.then_some(Event::Message(verified)));
+}
+
 /// Adds the events that a driver and a correct target would report for these actions, in order.
 fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut Vec<source::Event>) {
     use source::{Action, Event};
@@ -176,18 +189,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Harvest => events.push(Event::Harvested { pages: 0, writers: Vec::new() }),
             Action::SendPass { number, pass: kind } => {
                 *pass = *number;
-                let received = ToSource::Received { pass: *number, mismatches: 0, runs: vec![] };
-                if *kind == source::Pass::Digests {
-                    events.push(Event::Comparing { pages: PAGES });
-                }
-                events.extend([
-                    Event::PassSent { bytes: 4096, listing: Duration::ZERO, held: Duration::ZERO },
-                    Event::Message(received),
-                ]);
-                if *kind == source::Pass::Digests {
-                    let verified = ToSource::Verified { pages: PAGES, mismatched: 0, samples: vec![] };
-                    events.push(Event::Message(verified));
-                }
+                pass_events(*number, kind, events);
             }
             Action::Pause => events.push(Event::Paused { wanted: RunState::Running }),
             Action::Save { .. } => events.push(Event::Saved { sections: vec![section()] }),
@@ -463,23 +465,118 @@ fn script(mode: Mode, wants_trial: bool, local: bool) -> Vec<target::Event> {
     script
 }
 
+/// Rules for the actions of the target's session, and what they depend on.
+#[derive(Debug, Default)]
+struct TargetRules {
+    has_arbiter: bool,
+    wants_trial: bool,
+    takes_memory: bool,
+    prepared: bool,
+    taken: bool,
+    stays_paused: bool,
+    all_arrived: bool,
+    commit_read: bool,
+    starts: u32,
+    start_failed: bool,
+    started: bool,
+    in_postcopy: bool,
+    renounced: bool,
+    ended: Option<target::Outcome>,
+    /// True if the event that is being handled is the arbiter's grant.
+    granted: bool,
+    /// True if the event that is being handled is the start of the guest.
+    is_start: bool,
+    /// True if the event that is being handled is the thanks of the source.
+    is_thanks: bool,
+}
+
+impl TargetRules {
+    /// Records the event that the session handles next.
+    fn record(&mut self, event: &target::Event) {
+        use target::Event;
+        self.commit_read |= matches!(event, Event::Message(ToTarget::Commit));
+        self.stays_paused |= matches!(event, Event::Message(ToTarget::StaysPaused));
+        self.granted =
+            matches!(event, Event::ArbiterAnswered(ArbiterRequest::Claim(_), Ok(Ownership::Target { .. })));
+        self.start_failed |= matches!(event, Event::StartFailed(_));
+        self.is_start = matches!(event, Event::Started { .. });
+        self.started |= self.starts == 1 && self.is_start;
+        self.all_arrived |= matches!(event, Event::MissingArrived(_));
+        self.is_thanks = matches!(event, Event::Message(ToTarget::Thanks));
+    }
+
+    /// Checks an action that follows the recorded event.
+    fn check(&mut self, action: &target::Action) {
+        use target::{Action, Outcome};
+        match action {
+            Action::AskArbiter { request: ArbiterRequest::GiveBack, .. } => {
+                assert!(self.starts == 0 || self.start_failed, "gives back a guest that may run here");
+                self.renounced = true;
+            }
+            Action::TakeMemory(_) => {
+                let first = !std::mem::replace(&mut self.taken, true);
+                assert!(self.takes_memory && first, "memory taken in vain");
+                assert!(self.starts == 0, "memory taken after the start");
+            }
+            Action::PrepareVm(_) => {
+                let first = !std::mem::replace(&mut self.prepared, true);
+                assert!(self.wants_trial && first, "prepared in vain");
+                assert!(self.starts == 0, "prepared after the start");
+            }
+            Action::Start { wanted } => self.check_start(*wanted),
+            Action::Finish(Outcome::Completed) => {
+                let whole = self.is_start || (self.all_arrived && self.is_thanks);
+                assert!(self.starts == 1 && self.started && whole, "completed without a start, or half");
+            }
+            Action::Finish(Outcome::Running) => {
+                let first = !std::mem::replace(&mut self.in_postcopy, true);
+                assert!(self.is_start && first, "runs without a start");
+            }
+            Action::EndDemandPaging | Action::Send(ToSource::Complete(_)) => {
+                assert!(self.all_arrived && self.started, "{action:?} while pages lack");
+            }
+            Action::NameMissing | Action::RequestAgain => {
+                assert!(self.in_postcopy, "{action:?} before it runs");
+            }
+            // After the start action, only a failure of the start may renounce the guest.
+            Action::Finish(Outcome::Failed(_))
+            | Action::Send(ToSource::Failed(_) | ToSource::Returned(_)) => {
+                assert!(self.starts == 0 || self.start_failed, "{action:?} of a guest that may run here");
+                self.renounced = true;
+            }
+            _ => {}
+        }
+        if let Action::Finish(outcome @ (Outcome::Completed | Outcome::Failed(_))) = action {
+            assert!(self.ended.is_none(), "a second end");
+            self.ended = Some(outcome.clone());
+        }
+    }
+
+    /// Checks and counts a start of the guest.
+    fn check_start(&mut self, wanted: RunState) {
+        let paused = wanted == RunState::Paused;
+        assert!(!paused || self.stays_paused, "paused although its source said nothing of that");
+        self.starts += 1;
+        assert!(self.commit_read && self.starts == 1, "a start without a commit, or a second one");
+        assert!(!self.renounced, "the start of a guest that was renounced");
+        assert!(!self.has_arbiter || self.granted, "the start of a guest that was not granted");
+    }
+}
+
 /// Runs the target's session with random events. Returns its outcome, if it ended.
 fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
-    use target::{Action, Event, Outcome};
+    use target::Event;
     let pages = usize::try_from(PAGES).expect("small");
     let has_arbiter = rng.per_mille(500);
     let wants_trial = rng.per_mille(300);
-    let (mut prepared, mut taken, mut stays_paused) = (false, false, false);
     let session = target::Session::begin(machine(pages), tokens()).with_arbiter(has_arbiter);
     let session = session.wanting_trial(wants_trial);
     let mode = [Mode::Precopy, Mode::Hybrid][rng.index(2)];
     let takes_memory = rng.per_mille(400);
     let local = takes_memory && mode == Mode::Precopy && rng.per_mille(800);
     let mut session = session.taking_memory(takes_memory);
+    let mut rules = TargetRules { has_arbiter, wants_trial, takes_memory, ..TargetRules::default() };
     let (mut expected, mut script) = (Vec::new(), script(mode, wants_trial, local));
-    let (mut all_arrived, mut started, mut in_postcopy) = (false, false, false);
-    let (mut commit_read, mut start_failed, mut starts, mut ended) = (false, false, 0, None);
-    let mut renounced = false;
     for _ in 0..60 {
         let event = if rng.per_mille(wild) || (expected.is_empty() && script.is_empty()) {
             let near = u32::try_from(rng.below(3)).expect("small");
@@ -489,75 +586,17 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
         } else {
             expected.remove(0)
         };
-        commit_read |= matches!(event, Event::Message(ToTarget::Commit));
-        stays_paused |= matches!(event, Event::Message(ToTarget::StaysPaused));
-        let granted =
-            matches!(event, Event::ArbiterAnswered(ArbiterRequest::Claim(_), Ok(Ownership::Target { .. })));
-        start_failed |= matches!(event, Event::StartFailed(_));
-        started |= starts == 1 && matches!(event, Event::Started { .. });
-        all_arrived |= matches!(event, Event::MissingArrived(_));
-        let (was_started, thanked) =
-            (matches!(event, Event::Started { .. }), matches!(event, Event::Message(ToTarget::Thanks)));
+        rules.record(&event);
         let (heeded, was_renounced) =
             (matches!(event, Event::Stopped) && session.heeds_stop(), session.renounced());
         let actions = session.handle(event);
         let took_effect = session.ended() || (session.renounced() && !was_renounced);
         assert!(!heeded || took_effect, "a stop that is reported for ever");
-        assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
-        for action in &actions {
-            match action {
-                Action::AskArbiter { request: ArbiterRequest::GiveBack, .. } => {
-                    assert!(starts == 0 || start_failed, "gives back a guest that may run here");
-                    renounced = true;
-                }
-                Action::TakeMemory(_) => {
-                    assert!(takes_memory && !std::mem::replace(&mut taken, true), "memory taken in vain");
-                    assert!(starts == 0, "memory taken after the start");
-                }
-                Action::PrepareVm(_) => {
-                    assert!(wants_trial && !std::mem::replace(&mut prepared, true), "prepared in vain");
-                    assert!(starts == 0, "prepared after the start");
-                }
-                Action::Start { wanted } => {
-                    let paused = *wanted == RunState::Paused;
-                    assert!(!paused || stays_paused, "paused although its source said nothing of that");
-                    starts += 1;
-                    assert!(commit_read && starts == 1, "a start without a commit, or a second one");
-                    assert!(!renounced, "the start of a guest that was renounced");
-                    assert!(!has_arbiter || granted, "the start of a guest that was not granted");
-                }
-                Action::Finish(Outcome::Completed) => {
-                    let whole = was_started || (all_arrived && thanked);
-                    assert!(starts == 1 && started && whole, "completed without a start, or half");
-                }
-                Action::Finish(Outcome::Running) => {
-                    assert!(
-                        was_started && !std::mem::replace(&mut in_postcopy, true),
-                        "runs without a start"
-                    );
-                }
-                Action::EndDemandPaging | Action::Send(ToSource::Complete(_)) => {
-                    assert!(all_arrived && started, "{action:?} while pages lack");
-                }
-                Action::NameMissing | Action::RequestAgain => {
-                    assert!(in_postcopy, "{action:?} before it runs")
-                }
-                // After the start action, only a failure of the start may renounce the guest.
-                Action::Finish(Outcome::Failed(_))
-                | Action::Send(ToSource::Failed(_) | ToSource::Returned(_)) => {
-                    assert!(starts == 0 || start_failed, "{action:?} of a guest that may run here");
-                    renounced = true;
-                }
-                _ => {}
-            }
-            if let Action::Finish(outcome @ (Outcome::Completed | Outcome::Failed(_))) = action {
-                assert!(ended.is_none(), "a second end");
-                ended = Some(outcome.clone());
-            }
-        }
+        assert!(rules.ended.is_none() || actions.is_empty(), "{actions:?} after the end");
+        actions.iter().for_each(|action| rules.check(action));
         honest_target_events(&actions, &mut expected);
     }
-    ended
+    rules.ended
 }
 
 /// Returns any message that the bytes of a peer can encode.

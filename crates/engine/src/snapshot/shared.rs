@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
-use vmferry_core::{BranchRegion, TargetVm};
+use vmferry_core::{RegionFile, TargetVm};
 use vmferry_wire::MigrationId;
 
 /// Starts the guest in the file at `path` in `vm`, with the file as its memory.
@@ -47,8 +47,8 @@ pub fn restore_shared(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, Mi
             return Err(RestoreError::Increment);
         }
         check_tables(&pages)?;
-        let region = |place: &vmferry_wire::RegionOffsets| BranchRegion {
-            id: place.id,
+        let region = |place: &vmferry_wire::RegionOffsets| RegionFile {
+            region: place.id,
             file: Arc::clone(&mapped),
             offset: place.data,
         };

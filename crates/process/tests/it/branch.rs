@@ -3,7 +3,7 @@
 use crate::rig::{options, whole, writes};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use vmferry_core::{PAGE_BYTES, PageDigest, PageRun};
+use vmferry_core::PageDigest;
 use vmferry_engine::{
     BranchError, BranchPoint, Branched, Migratable, RunState, SourceVm, TargetVm, VmError, branch,
     join_branch, restore_shared, save_copy,
@@ -11,6 +11,7 @@ use vmferry_engine::{
 use vmferry_guest_abi::State;
 use vmferry_process::{ProcessGuest, ProcessOptions};
 use vmferry_testkit::{Folder, wait};
+use vmferry_testkit_peers::memory::digests;
 
 fn shareable() -> ProcessOptions {
     let mut options = options();
@@ -38,16 +39,28 @@ fn branched(parent: &mut ProcessGuest) -> Branched {
     branch(parent, &mut || Ok(())).unwrap()
 }
 
+/// Branches a guest whose memory is private since an earlier branch. Returns `None` if the host
+/// cannot track its writes.
+fn branched_again(guest: &mut ProcessGuest) -> Option<Branched> {
+    match branch(guest, &mut || Ok(())) {
+        Err(BranchError::Refused(error)) if error.to_string().contains("userfaultfd") => {
+            vmferry_testkit::skip(vmferry_testkit::Need::Uffd, error);
+            None
+        }
+        taken => Some(taken.unwrap()),
+    }
+}
+
+/// Returns a child that does not run, so that it shows the shared pages.
+fn witness(point: &BranchPoint) -> ProcessGuest {
+    let mut witness = ProcessGuest::new_incoming(options()).unwrap();
+    drop(witness.adopt_memory(point.regions()).unwrap());
+    witness
+}
+
 /// Returns the digest of each page. `None` stands for a page of zeros.
 fn pages(vm: &dyn Migratable) -> Vec<Option<PageDigest>> {
-    let memory = vm.memory();
-    let mut scratch = Box::new([0; PAGE_BYTES]);
-    let mut digests = Vec::new();
-    for region in memory.layout().regions() {
-        let window = memory.window(region.id, PageRun::from(0..region.pages())).unwrap();
-        digests.extend((0..window.pages()).map(|page| window.digest(page, &mut scratch)));
-    }
-    digests
+    digests(&*vm.memory())
 }
 
 #[test]
@@ -61,9 +74,7 @@ fn children_have_the_memory_of_one_instant_and_writes_stay_where_they_are_made()
     taken.seal().unwrap();
     assert_eq!(pages(&parent), instant, "the parent keeps its memory");
 
-    // This child does not run, so that it shows the shared pages.
-    let mut witness = ProcessGuest::new_incoming(options()).unwrap();
-    drop(witness.adopt_memory(taken.point.regions()).unwrap());
+    let witness = witness(&taken.point);
     assert_eq!(pages(&witness), instant);
     assert_eq!(writes(&witness), count);
 
@@ -89,12 +100,7 @@ fn parent_and_children_can_be_branched_again() {
     whole(&child, "child");
     whole(&parent, "parent");
     for guest in [&mut parent, &mut child] {
-        let mut second = match branch(guest, &mut || Ok(())) {
-            Err(BranchError::Refused(error)) if error.to_string().contains("userfaultfd") => {
-                return vmferry_testkit::skip(vmferry_testkit::Need::Uffd, error);
-            }
-            taken => taken.unwrap(),
-        };
+        let Some(mut second) = branched_again(guest) else { return };
         assert!(second.copied_pages > 0, "pages that no file had");
         second.seal().unwrap();
         let grandchild = self::child(&second.point);
@@ -112,16 +118,9 @@ fn second_branch_has_the_memory_of_its_own_instant() {
     whole(&parent, "parent");
     parent.set_run_state(RunState::Paused).unwrap();
     let instant = pages(&parent);
-    let second = match branch(&mut parent, &mut || Ok(())) {
-        Err(BranchError::Refused(error)) if error.to_string().contains("userfaultfd") => {
-            return vmferry_testkit::skip(vmferry_testkit::Need::Uffd, error);
-        }
-        taken => taken.unwrap(),
-    };
+    let Some(second) = branched_again(&mut parent) else { return };
     assert_eq!(pages(&parent), instant);
-    let mut witness = ProcessGuest::new_incoming(options()).unwrap();
-    drop(witness.adopt_memory(second.point.regions()).unwrap());
-    assert_eq!(pages(&witness), instant);
+    assert_eq!(pages(&witness(&second.point)), instant);
     assert_eq!(parent.run_state(), RunState::Paused);
 }
 

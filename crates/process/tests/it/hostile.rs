@@ -212,10 +212,9 @@ fn guest_stays_on_the_source_whatever_the_target_does_before_the_commit() {
     });
 }
 
-/// The target owns the guest, so the source cannot repair what the target does. The source reports
-/// what it sees, keeps its memory, and ends when the operator says so.
-#[test]
-fn source_reports_what_a_hostile_target_does_after_the_commit() {
+/// Returns what a target does after it has started the guest, each with a part of the report of
+/// the source.
+fn harms_of_a_running_target() -> Vec<(&'static str, Script)> {
     let asks = |request: Request| -> Script {
         Box::new(move |liar| {
             liar.until_running();
@@ -223,19 +222,7 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
             liar.listen();
         })
     };
-    let back = |pages: u64, piece: Option<(u32, u64, usize)>, channels: usize| -> Script {
-        Box::new(move |liar| {
-            liar.until_back();
-            if let Some((region, first, len)) = piece {
-                let words = vec![0xff; len];
-                liar.send(&ToSource::Lacking(MissingPages { region: RegionId(region), first, words }));
-            }
-            liar.resume(pages);
-            liar.take(channels);
-            liar.listen();
-        })
-    };
-    let cases: Vec<(&str, Script)> = vec![
+    vec![
         ("which does not exist", asks(page(1, 0, 0, false))),
         ("which does not exist", asks(page(0, 1 << 40, MAX_AHEAD, false))),
         ("echo on an urgent channel", asks(Request::Echo { number: u64::MAX, held_ns: 0 })),
@@ -268,6 +255,25 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
                 sender.join().unwrap();
             }),
         ),
+    ]
+}
+
+/// Returns what a target does over a new link after the loss of the old one, each with a part of
+/// the report of the source.
+fn harms_of_a_target_that_is_back() -> Vec<(&'static str, Script)> {
+    let back = |pages: u64, piece: Option<(u32, u64, usize)>, channels: usize| -> Script {
+        Box::new(move |liar| {
+            liar.until_back();
+            if let Some((region, first, len)) = piece {
+                let words = vec![0xff; len];
+                liar.send(&ToSource::Lacking(MissingPages { region: RegionId(region), first, words }));
+            }
+            liar.resume(pages);
+            liar.take(channels);
+            liar.listen();
+        })
+    };
+    vec![
         // The source opens its channels before it reacts to a wrong number.
         ("were announced", back(5, None, 2)),
         ("were announced", back(1, Some((0, 0, 8)), 2)),
@@ -292,7 +298,15 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
                 liar.listen();
             }),
         ),
-    ];
+    ]
+}
+
+/// The target owns the guest, so the source cannot repair what the target does. The source reports
+/// what it sees, keeps its memory, and ends when the operator says so.
+#[test]
+fn source_reports_what_a_hostile_target_does_after_the_commit() {
+    let mut cases = harms_of_a_running_target();
+    cases.extend(harms_of_a_target_that_is_back());
     all(cases, |what, script| {
         let (report, source, reasons) = run_against(&settings(what), script);
         assert_eq!(report.state, MigrationState::Lost, "{what}: {:?} {reasons:?}", report.error);

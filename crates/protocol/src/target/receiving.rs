@@ -136,12 +136,7 @@ impl Receiving {
             Event::Message(message @ (ToTarget::TrialSection(_) | ToTarget::TrialEnd { .. })) => {
                 self.trial(message)
             }
-            Event::VmPrepared { load_us } if matches!(self.trial, Trial::Preparing) => {
-                self.trial = Trial::NotWanted;
-                // A source that sends the state of a trial pause supports `Costs`.
-                let costs = load_us.map(|load_us| ToSource::Costs { load_us });
-                self.stay(costs.into_iter().chain([ToSource::Prepared]).map(Action::Send).collect())
-            }
+            Event::VmPrepared { load_us } if matches!(self.trial, Trial::Preparing) => self.prepared(load_us),
             Event::Message(ToTarget::Verify { pass }) => {
                 self.verify_pass = Some(pass);
                 let compared = self.compared_if_complete();
@@ -172,6 +167,13 @@ impl Receiving {
             }
             event => fail(misplaced(&event, "receiving the guest")),
         }
+    }
+
+    fn prepared(mut self: Box<Self>, load_us: Option<u64>) -> Next {
+        self.trial = Trial::NotWanted;
+        // A source that sends the state of a trial pause supports `Costs`.
+        let costs = load_us.map(|load_us| ToSource::Costs { load_us });
+        self.stay(costs.into_iter().chain([ToSource::Prepared]).map(Action::Send).collect())
     }
 
     /// Returns true if the source has begun to send pages.

@@ -328,12 +328,10 @@ fn chart(name: &str, entries: u64, cases: &[&Case]) -> Chart {
         x_label: "seconds since the command to migrate".into(),
         y_label: "guest writes per second".into(),
         log_y: deepest < highest * DEEP,
-        ranges: [None; 2],
-        x_marks: Vec::new(),
         start: Some((0.0, "migration starts".into())),
         end_name: "migration ends".into(),
-        bands: Vec::new(),
         lines,
+        ..Chart::default()
     }
 }
 

@@ -2,8 +2,10 @@
 
 use super::others;
 use crate::benches::{
-    codec, density, free_page, migrate, postcopy, reaper, reaper_traces, rtt, scale, scan, stalls,
+    branch, codec, density, free_page, migrate, postcopy, reaper, reaper_traces, rtt, scale, scan, snapshot,
+    stalls, upgrade,
 };
+use crate::by_memory;
 use crate::html::Page;
 use crate::json::{Case, Document};
 use crate::ranges::{Range, Ranges};
@@ -80,6 +82,25 @@ pub(super) const KEYS: &[(&str, &[Key])] = &[
             ("encode_gbytes_per_s", "encoding in 10^9 bytes of pages per second", true),
         ],
     ),
+    (
+        "snapshot",
+        &[
+            ("pause_ms", "pause of the guest in ms", true),
+            ("total_ms", "total time in ms", true),
+            ("guest_speed_kept", "share of its speed that the guest kept", false),
+            ("stall_max_ms", "longest stall of the guest in ms", true),
+        ],
+    ),
+    (
+        "branch",
+        &[
+            ("pause_ms", "pause of the parent in ms", true),
+            ("child_runs_ms", "time until the child runs, or all children run, in ms", true),
+            ("used_gib", "memory of the parent and its children in GiB", false),
+            ("guest_speed_kept", "share of its speed that the parent kept", false),
+        ],
+    ),
+    ("upgrade", &[("downtime_ms", "downtime in ms", true), ("total_ms", "total time in ms", true)]),
     ("density", &[("residue_pct", "residue in %", false), ("work_ms", "work in ms", false)]),
 ];
 
@@ -89,6 +110,7 @@ const MOST_ROWS: usize = 60;
 /// Adds the section of one run.
 pub(super) fn section(page: &mut Page, document: &Document) {
     page.note(&format!("{}, vmferry {}, {}.", document.host.date, document.version, document.host.cpu));
+    by_memory::charts(page, document);
     charts(page, document);
     match document.bench.as_str() {
         "scan" => scan::section(page, document),
@@ -102,6 +124,9 @@ pub(super) fn section(page: &mut Page, document: &Document) {
         "stalls" => stalls::section(page, document),
         "codec" => codec::section(page, document),
         "scale" => scale::section(page, document),
+        "snapshot" => snapshot::section(page, document),
+        "branch" => branch::section(page, document),
+        "upgrade" => upgrade::section(page, document),
         _ => others::section(page, document),
     }
     let rows: Vec<Vec<String>> = document.cases.iter().flat_map(figures).chain(summary(document)).collect();
@@ -141,6 +166,7 @@ fn tone(name: &str) -> Tone {
     let side = name.rsplit('/').next().unwrap_or(name);
     match side {
         side if side.starts_with("ours") || side.contains("predict") => Tone::Blue,
+        side if side == "vmferry" || side.ends_with("-branch") => Tone::Blue,
         side if side.starts_with("qemu") => Tone::Purple,
         side if side.starts_with("floor") => Tone::Grey,
         _ => Tone::Green,

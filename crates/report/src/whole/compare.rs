@@ -4,6 +4,7 @@ use super::Named;
 use super::benches::{KEYS, figure, spread};
 use super::migration::{bytes, histogram, time};
 use crate::Spread;
+use crate::by_memory;
 use crate::html::Page;
 use crate::json::{Case, Document};
 use crate::migration::Migration;
@@ -123,6 +124,8 @@ pub(super) fn benches(page: &mut Page, runs: &[&Named<Document>]) {
     if shown.len() < runs.len() {
         page.note(&format!("{} further runs are not shown.", runs.len() - shown.len()));
     }
+    let documents: Vec<&Document> = shown.iter().map(|run| &run.result).collect();
+    let mut compared = by_memory::charts_of_runs(page, &documents);
     let mut names: Vec<&str> = Vec::new();
     for case in shown.iter().flat_map(|run| &run.result.cases) {
         if !names.contains(&case.name.as_str()) {
@@ -143,6 +146,7 @@ pub(super) fn benches(page: &mut Page, runs: &[&Named<Document>]) {
         };
         let rows: Vec<Vec<String>> = names.iter().filter_map(row).collect();
         if !rows.is_empty() {
+            compared = true;
             page.heading(what);
             let head: Vec<String> = ["case".to_owned()]
                 .into_iter()
@@ -150,6 +154,9 @@ pub(super) fn benches(page: &mut Page, runs: &[&Named<Document>]) {
                 .collect();
             page.table(&head, &rows);
         }
+    }
+    if !compared {
+        page.note("No key figure was measured in more than one run.");
     }
 }
 

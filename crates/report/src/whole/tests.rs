@@ -204,11 +204,27 @@ fn every_archived_run_has_a_section() {
             results.push((path.file_stem().unwrap().to_string_lossy().into_owned(), found));
         }
     }
-    assert!(kinds.len() >= 9, "{kinds:?}");
+    assert!(kinds.len() >= 12, "{kinds:?}");
     let page = page(results);
     well_formed(&page);
     alone(&page);
     assert!(page.contains("Runs of bench migrate compared") && page.contains("run 3"));
+}
+
+#[test]
+fn runs_without_a_common_case_share_a_chart_or_say_so() {
+    let run = |bench: &str, mib: u64| {
+        let case = json!({"name": format!("{mib}M/vmferry"), "params": {"memory_mib": mib, "program": "vmferry"},
+            "metrics": {"pause_ms": 0.5, "total_ms": 9.0}});
+        let host = crate::host::Host::default();
+        found(&json!({"bench": bench, "host": host, "version": "9", "summary": {}, "cases": [case]}))
+    };
+    for (bench, charts, says_so) in [("snapshot", 2, false), ("migrate", 0, true), ("novel", 0, true)] {
+        let runs = [256, 16384].map(|mib| (format!("{mib}"), run(bench, mib)));
+        let page = page(runs.into());
+        assert_eq!(page.matches("All runs together").count(), charts, "{page}");
+        assert_eq!(page.contains("No key figure was measured in more than one run."), says_so, "{page}");
+    }
 }
 
 #[test]
@@ -227,6 +243,9 @@ fn benches_of_other_versions_and_absurd_figures_are_shown() {
         "stalls",
         "scale",
         "codec",
+        "snapshot",
+        "branch",
+        "upgrade",
         "plan",
         "limits",
         "soak",

@@ -182,7 +182,7 @@ mod tests {
         (4..8).map(|page| ram.map().read_obj(GuestAddress(page << 12)).unwrap()).collect()
     }
 
-    fn branched() -> (GuestRam, Vec<vmferry_core::BranchRegion>) {
+    fn branched() -> (GuestRam, Vec<vmferry_core::RegionFile>) {
         let mut options = VmOptions::new(8 << 20, 1);
         options.backing = Backing::Memfd;
         let ram = GuestRam::new(&options).unwrap();

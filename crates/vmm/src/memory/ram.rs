@@ -11,8 +11,7 @@ use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{
-    BranchMemory, BranchRegion, Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, RetiredMemory,
-    SharedRegion, Window,
+    BranchMemory, Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionFile, RegionId, RetiredMemory, Window,
 };
 use vmferry_dirty::{Backing, MappedRegion, Prealloc, TrackerError};
 use vmferry_engine::{GuestMemory, VmError};
@@ -77,7 +76,7 @@ impl RamRegion {
     }
 
     /// Replaces the mapping by a private mapping of `from`.
-    fn adopt(&self, from: &BranchRegion, retired: &mut RetiredMemory) -> Result<(), MemoryError> {
+    fn adopt(&self, from: &RegionFile, retired: &mut RetiredMemory) -> Result<(), MemoryError> {
         let (mapped, backing) = (self.mapped(), self.mapping.backing());
         self.mapping.change(|| {
             // SAFETY: this region owns the mapping; this crate makes no references to guest bytes
@@ -205,10 +204,10 @@ impl GuestRam {
     ///
     /// # Errors
     /// Returns [`MemoryError::NotShared`] if the memory is anonymous.
-    pub(crate) fn shared(&self) -> Result<Vec<SharedRegion>, MemoryError> {
+    pub(crate) fn shared(&self) -> Result<Vec<RegionFile>, MemoryError> {
         let shared = |ram: &RamRegion| {
             let Behind::Shared(file) = ram.behind() else { return Err(MemoryError::NotShared) };
-            Ok(SharedRegion { region: ram.region.id, len: ram.region.len, file, offset: 0 })
+            Ok(RegionFile { region: ram.region.id, file, offset: 0 })
         };
         self.regions.iter().map(shared).collect()
     }
@@ -221,10 +220,10 @@ impl GuestRam {
     ///
     /// # Safety
     /// No thread writes the RAM during the call, and no guest runs on it.
-    pub(crate) unsafe fn take(&self, regions: Vec<SharedRegion>) -> Result<(), MemoryError> {
-        for SharedRegion { region, len, file, offset } in regions {
+    pub(crate) unsafe fn take(&self, regions: Vec<RegionFile>) -> Result<(), MemoryError> {
+        for RegionFile { region, file, offset } in regions {
             let failed = |why: String| MemoryError::Take { region, why };
-            let ram = self.region(region).filter(|ram| ram.region.len == len && offset == 0);
+            let ram = self.region(region).filter(|_| offset == 0);
             let ram = ram.ok_or_else(|| failed("it must begin at the start of a file of its own".into()))?;
             // SAFETY: guaranteed by the caller.
             unsafe { ram.take(file) }?;
@@ -346,7 +345,7 @@ impl GuestRam {
     /// # Errors
     /// Returns an error if a region is missing in `regions`, or if the host refuses a mapping. Each
     /// region then has its old or its new mapping.
-    pub(crate) fn adopt(&self, regions: &[BranchRegion]) -> Result<RetiredMemory, MemoryError> {
+    pub(crate) fn adopt(&self, regions: &[RegionFile]) -> Result<RetiredMemory, MemoryError> {
         if let Some(ram) = self.regions.iter().find(|ram| ram.backing() == crate::Backing::HugePages) {
             return Err(MemoryError::NotShareable { backing: ram.backing() });
         }
@@ -355,7 +354,7 @@ impl GuestRam {
             .iter()
             .map(|ram| {
                 let id = ram.region.id;
-                let from = regions.iter().find(|from| from.id == id).ok_or(MemoryError::NoBranch(id))?;
+                let from = regions.iter().find(|from| from.region == id).ok_or(MemoryError::NoBranch(id))?;
                 Ok::<_, MemoryError>((ram, from))
             })
             .collect::<Result<_, _>>()?;

@@ -2,7 +2,7 @@
 
 use super::{Stage, Vm};
 use crate::error::{Error, Result};
-use vmferry_core::{BranchMemory, BranchRegion, RetiredMemory};
+use vmferry_core::{BranchMemory, RegionFile, RetiredMemory};
 
 impl Vm {
     /// Checks that the guest can be branched, and returns the files that hold its memory. The guest
@@ -32,7 +32,7 @@ impl Vm {
     /// # Errors
     /// Returns [`Error::WrongState`] if the guest runs, and [`Error::Memory`] if the memory cannot
     /// be mapped. The guest can be resumed in each case.
-    pub fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<RetiredMemory> {
+    pub fn adopt_memory(&mut self, regions: &[RegionFile]) -> Result<RetiredMemory> {
         self.expect("share the guest's memory", &[Stage::Empty, Stage::Ready, Stage::Paused])?;
         Ok(self.ram().adopt(regions)?)
     }

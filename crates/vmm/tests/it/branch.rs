@@ -2,8 +2,9 @@
 
 use crate::confined::kvm;
 use crate::rig::{corrupt, empty, working};
-use vmferry_core::{PAGE_BYTES, PageDigest, PageRun};
+use vmferry_core::PageDigest;
 use vmferry_engine::{Migratable, RunState, branch, join_branch};
+use vmferry_testkit_peers::memory::digests;
 use vmferry_vmm::{Backing, Vm, VmOptions};
 
 const WORKLOAD: &str = "uniform,ws=8M,data=32M,rate=50k,fill=random";
@@ -16,14 +17,7 @@ fn options() -> VmOptions {
 
 /// Returns the digest of each page. `None` stands for a page of zeros.
 fn pages(vm: &Vm) -> Vec<Option<PageDigest>> {
-    let memory = vm.memory();
-    let mut scratch = Box::new([0; PAGE_BYTES]);
-    let mut digests = Vec::new();
-    for region in memory.layout().regions() {
-        let window = memory.window(region.id, PageRun::from(0..region.pages())).unwrap();
-        digests.extend((0..window.pages()).map(|page| window.digest(page, &mut scratch)));
-    }
-    digests
+    digests(&*vm.memory())
 }
 
 #[test]
