@@ -250,8 +250,7 @@ fn of_confinement(error: &ConfineError) -> Option<&'static str> {
     match error {
         ConfineError::Jail(JailError::StaysRoot) => Some("--uid and --gid"),
         ConfineError::Jail(_) => Some("--jail"),
-        // The console is the only output that the plan of `run` has.
-        ConfineError::Output { .. } => Some("--serial"),
+        ConfineError::Output { .. } => Some("--serial, --record"),
         ConfineError::Refused(_) => Some("--sandbox off runs the guest without confinement"),
         _ => None,
     }

@@ -196,6 +196,8 @@ fn files(args: &RunArgs) -> Vec<File> {
         Some(IncomingArg::At(Uri::File(path)) | IncomingArg::Shared(path)) => files.push(read(path)),
         _ => {}
     }
+    files.extend(args.prefetch.iter().map(|path| read(path)));
+    files.extend(args.record.iter().map(|path| File::new(path, Use::Output)));
     files.extend(args.sandbox.migrate_dirs.iter().map(|path| File::new(path, Use::Folder)));
     files
 }

@@ -18,7 +18,7 @@ use std::process::{Child, Command, Stdio};
 
 /// Options of `run` that describe the origin of the guest. A second process with the same machine
 /// has another origin.
-const ORIGIN: [&str; 10] = [
+const ORIGIN: [&str; 13] = [
     "workload",
     "guest-args",
     "kernel",
@@ -27,6 +27,9 @@ const ORIGIN: [&str; 10] = [
     "incoming",
     "from",
     "shared",
+    "record",
+    "record-for",
+    "prefetch",
     "have",
     "new-mac",
 ];

@@ -23,7 +23,7 @@
 use crate::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun,
     RegionId, RetiredMemory, Section, SharedRegion, StateReader, StateWriter, StreamName, TrackerKind,
-    Window, WriteProtection,
+    UsedPages, Window, WriteProtection,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -148,6 +148,18 @@ pub trait GuestMemory: Send + Sync {
     ///
     /// [`DemandPaging::begin`]: crate::DemandPaging::begin
     fn populate(&self, region: RegionId, run: PageRun) -> bool {
+        let _ = (region, run);
+        false
+    }
+
+    /// Maps the pages of `run`, so that the first read of a page causes no page fault. Pages of a
+    /// file are read if they are not in the host's page cache. The content must not change, and no
+    /// page may be copied. Returns false if the memory does not do this, or if the host refuses.
+    /// The engine then does not call the method again.
+    ///
+    /// The engine calls this method on one thread, while the guest runs from a file
+    /// ([`Migratable::adopt_memory`]). The default returns false.
+    fn map_pages(&self, region: RegionId, run: PageRun) -> bool {
         let _ = (region, run);
         false
     }
@@ -529,6 +541,18 @@ pub trait TargetVm: Migratable {
     fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
         let _ = regions;
         Err(VmError::new("this VM does not map the memory of another process; move the guest by precopy"))
+    }
+
+    /// Returns a finder of the pages that the guest uses from now on, for the working set of a
+    /// guest that runs from a file ([`Migratable::adopt_memory`] was called before).
+    ///
+    /// The engine keeps the value while the guest runs, and drops it on the thread that ends the
+    /// recording. The default returns an error.
+    ///
+    /// # Errors
+    /// If this VM or this host cannot find the pages.
+    fn used_pages(&mut self) -> Result<Box<dyn UsedPages>, VmError> {
+        Err(VmError::new("this VM cannot find the pages that its guest uses"))
     }
 
     /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped.

@@ -107,8 +107,9 @@ pub use report::{
 #[cfg(feature = "tls")]
 pub use rustls;
 pub use snapshot::{
-    FillState, OnDemandRestore, PauseHook, RestoreError, RestoreProgress, SnapshotSettings, restore,
-    restore_on_demand, restore_shared, save, save_copy, snapshot_background,
+    FillState, OnDemandRestore, PauseHook, PrefetchProgress, RestoreError, RestoreProgress, SharedRestore,
+    SharedSettings, SnapshotSettings, read_working_set, restore, restore_on_demand, restore_shared,
+    restore_shared_with, save, save_copy, snapshot_background,
 };
 /// Walk of a sender over the pages of a pass. Public for `vmferry-bench`, which compares the walk
 /// with plain scanners.
@@ -131,9 +132,9 @@ pub use vmferry_core::{
     Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport,
     GuestMemory, MachineConfig, Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures,
     ReaperState, RetiredMemory, RingFigures, RunState, Section, SharedRegion, SourceVm, StateReader,
-    StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError, WriteProtection,
+    StateWriter, StreamName, TargetVm, TrackerKind, UsedPages, VcpuRing, VmError, WriteProtection,
 };
-pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
+pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError, WorkingSet, WorkingSetError};
 
 /// Returns random bytes from the `getrandom` system call.
 ///

@@ -12,8 +12,8 @@ use vmferry_core::{
     BranchMemory, BranchRegion, Layout, PageRun, Region, RegionId, RetiredMemory, SharedRegion, Window,
 };
 use vmferry_dirty::{
-    Backing, MappedRegion, Prealloc, TrackerError, adopt, available_memory, branch_memory, next_touched,
-    populate, populate_all, renew, touched,
+    Backing, MappedRegion, Prealloc, TrackerError, adopt, available_memory, branch_memory, map_pages,
+    next_touched, populate, populate_all, renew, touched,
 };
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::PagedRegion;
@@ -266,5 +266,12 @@ impl GuestMemory for Memory {
         let regions = self.regions();
         let mapped = regions.iter().find(|own| own.id == region && self.prealloc == Prealloc::Auto);
         mapped.is_some_and(|mapped| populate(mapped, run).is_ok())
+    }
+
+    fn map_pages(&self, region: RegionId, run: PageRun) -> bool {
+        // A branch in its pause waits for the lock of the regions, so the lock is not held while
+        // pages are read.
+        let mapped = self.regions().iter().find(|own| own.id == region).cloned();
+        mapped.is_some_and(|mapped| map_pages(&mapped, run).is_ok())
     }
 }

@@ -3,11 +3,11 @@
 use crate::ProcessGuest;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_dirty::WpTracker;
+use vmferry_dirty::{MappedPages, WpTracker};
 use vmferry_engine::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
-    Migratable, RetiredMemory, RunState, Section, SharedRegion, SourceVm, TargetVm, TrackerKind, VmError,
-    WriteProtection,
+    Migratable, RetiredMemory, RunState, Section, SharedRegion, SourceVm, TargetVm, TrackerKind, UsedPages,
+    VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -114,6 +114,10 @@ impl TargetVm for ProcessGuest {
 
     fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
         self.take_shared(regions).map_err(VmError::new)
+    }
+
+    fn used_pages(&mut self) -> Result<Box<dyn UsedPages>, VmError> {
+        Ok(Box::new(MappedPages::new(self.memory.regions().to_vec())?))
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

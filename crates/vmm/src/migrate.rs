@@ -7,11 +7,11 @@ use crate::memory::{GuestRam, RamRegion};
 use crate::vm::Vm;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_dirty::{RingTracker, WpTracker};
+use vmferry_dirty::{MappedPages, RingTracker, WpTracker};
 use vmferry_engine::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
-    Migratable, RetiredMemory, RunState, Section, SharedRegion, SourceVm, TargetVm, TrackerKind, VmError,
-    WriteProtection,
+    Migratable, RetiredMemory, RunState, Section, SharedRegion, SourceVm, TargetVm, TrackerKind, UsedPages,
+    VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -161,6 +161,10 @@ impl TargetVm for Vm {
         // are halted until it has one. The engine receives no pages any more. Readers of the
         // statistics only read.
         unsafe { self.ram().take(regions) }.map_err(VmError::new)
+    }
+
+    fn used_pages(&mut self) -> Result<Box<dyn UsedPages>, VmError> {
+        Ok(Box::new(MappedPages::new(self.ram().mapped())?))
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

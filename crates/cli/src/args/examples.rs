@@ -68,6 +68,14 @@ pub(super) const SNAPSHOT: &str = examples! {
     "vmferry run --memory 4G --incoming file:vm.saved"
 };
 
+pub(super) const RECORD: &str = examples! {
+    "# Record the pages that the guest uses after its start"
+    "vmferry run --memory 4G --from vm.saved --shared --record vm.pages --api vm.sock"
+    "vmferry record --api vm.sock"
+    "# Bring these pages in when the next guest starts"
+    "vmferry run --memory 4G --from vm.saved --shared --prefetch vm.pages"
+};
+
 pub(super) const UPGRADE: &str = examples! {
     "# Start a guest that can be upgraded"
     "vmferry run --memory 4G --memory-backing memfd --kernel vmlinuz --api vm.sock"

@@ -281,25 +281,28 @@ fn take_paused(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchEr
 pub fn join_branch(vm: &mut dyn TargetVm, point: &BranchPoint) -> Result<Received, BranchError> {
     let (id, sections) = point.open(vm)?;
     let new = MigrationId(random()?);
-    let load = start_shared(vm, point.regions(), &sections).map_err(RestoreError::Vm)?;
+    let (load, ()) = start_shared(vm, point.regions(), &sections, |_| Ok(())).map_err(RestoreError::Vm)?;
     Ok(received(new, id, "branch".to_owned(), load))
 }
 
 /// Lets the guest with the device state `sections` run in `vm`, with `regions` as its memory and a
-/// new identity. Returns the time that loading the state took.
-pub(crate) fn start_shared(
+/// new identity. Calls `mapped` when the memory is mapped and not yet used. Returns the time that
+/// loading the state took, and the result of `mapped`.
+pub(crate) fn start_shared<T>(
     vm: &mut dyn TargetVm,
     regions: &[BranchRegion],
     sections: &[Section],
-) -> Result<Duration, VmError> {
+    mapped: impl FnOnce(&mut dyn TargetVm) -> Result<T, VmError>,
+) -> Result<(Duration, T), VmError> {
     // The memory was empty, so there is little to unmap.
     drop(vm.adopt_memory(regions)?);
+    let mapped = mapped(vm)?;
     let began = Instant::now();
     vm.load(sections)?;
     vm.renew_identity()?;
     let load = began.elapsed();
     vm.start(RunState::Running)?;
-    Ok(load)
+    Ok((load, mapped))
 }
 
 /// Returns the report of a guest with the id `id` that continues from `copy_of`.
