@@ -86,8 +86,8 @@ pub(crate) enum Command {
     /// Start guests that continue from one instant of a running guest
     ///
     /// The children run in processes of their own and share the memory of the parent until they
-    /// write to it. The parent continues. Its memory must be a memfd (run --memory-backing memfd),
-    /// and it may have no disk that it can write to.
+    /// write to it. The parent continues. Its memory must be a memfd (run --memory-backing memfd).
+    /// If it has a disk that it can write to, use --disk-overlay.
     #[command(after_long_help = examples::BRANCH)]
     Branch(BranchArgs),
     /// Move a running guest to a target, or save it to a file
@@ -481,10 +481,10 @@ pub(crate) struct RunArgs {
     pub(crate) shared: bool,
     /// Record the working set of the guest into this file
     ///
-    /// The working set are the pages of the snapshot that the guest uses, in the order of their use.
-    /// The file is written when the guest ends, after the time of --record-for, on the command
-    /// `vmferry record`, and before the guest is migrated, branched or saved. An existing file is
-    /// replaced.
+    /// The working set consists of the pages of the snapshot that the guest uses, in the order of
+    /// their use. The file is written when the guest ends, after the time of --record-for, on the
+    /// command `vmferry record`, and before the guest is migrated, branched or saved. An existing
+    /// file is replaced.
     #[arg(long, value_name = "FILE", requires = "shared", conflicts_with = "prefetch", help_heading = heading::MIGRATION)]
     pub(crate) record: Option<PathBuf>,
     /// End the recording of the working set after this time

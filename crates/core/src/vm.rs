@@ -401,9 +401,25 @@ pub trait SourceVm: Migratable {
     ///
     /// # Errors
     /// If this VM cannot be branched, for example because its memory is anonymous, or because a
-    /// child would write to the same disk.
+    /// child would write to the same disk ([`copy_disks`](Self::copy_disks)).
     fn prepare_branch(&mut self) -> Result<BranchMemory, VmError> {
         Err(VmError::new("this VM cannot be branched"))
+    }
+
+    /// Copies the disks that the guest can write to, for the children of a branch. The engine calls
+    /// this method after [`save`](Self::save) and before
+    /// [`adopt_memory`](Migratable::adopt_memory), while the guest is paused and its devices are
+    /// quiesced. Therefore the copies belong to the same instant as the device state and the
+    /// memory.
+    ///
+    /// The VMM decides where the copies are, and passes them to the children. The copy should not
+    /// depend on the size of the disk, for example by reflinks. The default does nothing, for a VM
+    /// that refuses writable disks in [`prepare_branch`](Self::prepare_branch).
+    ///
+    /// # Errors
+    /// If a disk cannot be copied. The guest then continues, and is not branched.
+    fn copy_disks(&mut self) -> Result<(), VmError> {
+        Ok(())
     }
 
     /// Returns the readers of the device state that is sent to the target as

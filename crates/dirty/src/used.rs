@@ -10,7 +10,7 @@ use vmferry_sys::{SysError, mapping};
 
 /// Maximum number of runs that one scan returns.
 const RUNS: usize = 2048;
-/// Number of bytes that are unregistered at a time, because the kernel blocks page faults meanwhile.
+/// Number of bytes that are unregistered at a time. The kernel blocks page faults meanwhile.
 const PART: usize = 256 << 20;
 
 /// Filter for pages that have an entry in the page table.

@@ -127,6 +127,10 @@ impl SourceVm for Vm {
         Self::prepare_branch(self).map_err(VmError::new)
     }
 
+    fn copy_disks(&mut self) -> Result<(), VmError> {
+        Self::copy_disks(self).map_err(VmError::new)
+    }
+
     fn release(&mut self) -> Result<(), VmError> {
         Self::release(self).map_err(VmError::new)
     }

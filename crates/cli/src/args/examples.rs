@@ -43,6 +43,8 @@ pub(super) const BRANCH: &str = examples! {
     "vmferry branch --api vm.sock --count 4 --api-dir children"
     "# Control the first child"
     "vmferry status --api children/0.sock"
+    "# Give each child a copy of the disks, on the same file system"
+    "vmferry branch --api vm.sock --count 4 --api-dir children --disk-overlay /srv/disks"
 };
 
 pub(super) const MIGRATE: &str = examples! {

@@ -4,7 +4,8 @@
 //! # Steps
 //! 1. [`branch`] finds the files with the parent's memory while the guest runs, and waits until the
 //!    children are ready.
-//! 2. It pauses the guest, saves the device state, and maps the memory privately
+//! 2. It pauses the guest, saves the device state, copies the disks
+//!    ([`SourceVm::copy_disks`]), and maps the memory privately
 //!    ([`Migratable::adopt_memory`](vmferry_core::Migratable::adopt_memory)). From that instant on,
 //!    a write of the guest copies the page, and the files keep the memory of the instant.
 //! 3. It resumes the guest, and returns the [`BranchPoint`]: the files and the device state.
@@ -97,6 +98,8 @@ pub struct Branched {
     pub pause: Duration,
     /// Part of `pause` that quiescing the devices and saving their state took.
     pub save: Duration,
+    /// Part of `pause` that copying the disks took.
+    pub disks: Duration,
     /// Part of `pause` that copying the last pages took. It is 0 for the first branch of a guest.
     pub copy: Duration,
     /// Part of `pause` that mapping the memory privately took.
@@ -162,10 +165,10 @@ pub fn branch(
         take(vm, &mut base).map(|taken| (prepare, taken))
     });
     let (copied_pages, entries) = base.end();
-    let (prepare, Taken { sections, regions, mut retired, pause, save, copy, freeze }) = result?;
+    let (prepare, Taken { sections, regions, mut retired, pause, save, disks, copy, freeze }) = result?;
     retired.append(entries);
     let point = BranchPoint::new(id, (&vm.config(), vm.memory().layout()), &sections, regions)?;
-    Ok(Branched { point, prepare, pause, save, copy, freeze, copied_pages, retired })
+    Ok(Branched { point, prepare, pause, save, disks, copy, freeze, copied_pages, retired })
 }
 
 /// Origin of the files that hold the memory of the instant.
@@ -223,6 +226,7 @@ struct Taken {
     retired: RetiredMemory,
     pause: Duration,
     save: Duration,
+    disks: Duration,
     copy: Duration,
     freeze: Duration,
 }
@@ -249,6 +253,10 @@ fn take_paused(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchEr
     let paused = Instant::now();
     let sections = save(vm, QUIESCE).map_err(BranchError::Refused)?;
     let saved = Instant::now();
+    // The requests of the guest are quiesced and flushed, so the disks have the content that the
+    // saved state expects.
+    vm.copy_disks().map_err(BranchError::Refused)?;
+    let disks = saved.elapsed();
     // Saving the state may have written guest memory.
     let regions = base.complete()?;
     let copied = Instant::now();
@@ -265,7 +273,8 @@ fn take_paused(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchEr
         retired,
         pause: Duration::ZERO,
         save: saved - paused,
-        copy: copied - saved,
+        disks,
+        copy: (copied - saved).saturating_sub(disks),
         freeze: copied.elapsed(),
     })
 }

@@ -9,8 +9,8 @@
 //!
 //! # Prefetch
 //! The thread reads ahead in the file, so that the disk always has requests, and maps the pages in
-//! order. Read-ahead alone would leave a page fault for each page. Mapping alone would read one page
-//! after the other.
+//! order. Read-ahead alone would leave a page fault for each page. Mapping alone would read one
+//! page after the other.
 
 use super::pio;
 use crate::MigrateError;
