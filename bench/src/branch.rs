@@ -5,9 +5,9 @@
 //! branch of a guest copies its memory. QEMU cannot branch a guest. The side `file` shows the other
 //! way to a copy of a guest: `migrate --keep-running` to a file, and an on-demand restore.
 //!
-//! The case `cold` starts a guest from a snapshot that is not in the page cache (`run --shared`). It
-//! measures the time until the guest has used its working set, with and without a working set that
-//! an earlier run has recorded.
+//! The case `cold` starts a guest from a snapshot that is not in the page cache (`run --shared`).
+//! It measures the time until the guest has used its working set, with and without a working set
+//! that an earlier run has recorded.
 //!
 //! The density case branches a guest several times within a memory cgroup. Parent and children then
 //! write a part of their memory. The figure is the memory that the cgroup uses.

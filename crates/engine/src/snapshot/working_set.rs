@@ -199,7 +199,7 @@ impl Recording {
         let mut recorder = Recorder { set, found: empty.clone(), seen: empty, used, memory };
         let ending = Arc::new(Ending::default());
         let asked = Arc::clone(&ending);
-        let thread = spawn(Role::Tracker, "record", move || {
+        let thread = spawn(Role::Snapshot, "record", move || {
             recorder.record(&asked);
             recorder
         })?;
