@@ -5,6 +5,10 @@
 //! branch of a guest copies its memory. QEMU cannot branch a guest. The side `file` shows the other
 //! way to a copy of a guest: `migrate --keep-running` to a file, and an on-demand restore.
 //!
+//! The case `cold` starts a guest from a snapshot that is not in the page cache (`run --shared`).
+//! It measures the time until the guest has used its working set, with and without a working set
+//! that an earlier run has recorded.
+//!
 //! The density case branches a guest several times within a memory cgroup. Parent and children then
 //! write a part of their memory. The figure is the memory that the cgroup uses.
 
@@ -79,6 +83,65 @@ impl fmt::Display for Side {
         };
         write!(f, "{}-{way}", self.kind.name())
     }
+}
+
+/// Side of the case `cold`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ColdSide {
+    /// Kind of the guest.
+    pub kind: Kind,
+    /// True if a recorded working set is brought in.
+    pub prefetch: bool,
+}
+
+impl fmt::Display for ColdSide {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let way = if self.prefetch { "prefetch" } else { "on-demand" };
+        write!(f, "{}-{way}", self.kind.name())
+    }
+}
+
+/// Guest that is started from a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ColdSpec {
+    /// Side of the comparison.
+    pub side: ColdSide,
+    /// Bytes of the guest's memory that have content.
+    pub touched: u64,
+    /// Bytes that the guest writes at random.
+    pub working_set: u64,
+}
+
+impl ColdSpec {
+    /// Returns the memory of the guest in bytes.
+    #[must_use]
+    pub fn memory(&self) -> u64 {
+        self.touched + BESIDE
+    }
+
+    /// Returns the workload argument.
+    #[must_use]
+    pub fn workload(&self) -> String {
+        format!("uniform,ws={},data={},rate=0,fill=random", self.working_set, self.touched)
+    }
+
+    /// Returns the number of random writes after which the guest has used nearly all of its working
+    /// set (1 - exp(-4), 98 %).
+    #[must_use]
+    pub fn writes(&self) -> u64 {
+        4 * (self.working_set >> 12)
+    }
+}
+
+/// Times of one start from a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cold {
+    /// Time from the command until the guest ran, in ms.
+    pub runs_ms: f64,
+    /// Time from the command until the guest had used its working set, in ms.
+    pub used_ms: f64,
+    /// Number of pages of the recorded working set.
+    pub recorded: Option<u64>,
 }
 
 /// Guest that is copied.
@@ -172,6 +235,15 @@ pub trait OurRunner {
     /// Fails with [`OurError::Unavailable`] if this host cannot run the guest, which skips the
     /// side.
     fn fleet(&mut self, spec: &GuestSpec, budget: &Budget) -> Result<Fleet, OurError>;
+
+    /// Writes a snapshot of the guest of `spec`, removes it from the page cache, starts a guest
+    /// from it, and waits until this guest has used its working set.
+    ///
+    /// # Errors
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the guest, which skips the
+    /// side.
+    fn cold(&mut self, spec: &ColdSpec) -> Result<Cold, OurError>;
 }
 
 /// Options of the bench.
@@ -222,6 +294,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
         );
         cases::add(&mut document, (&group, &[("touched_bytes", (*touched).into())]), &sides, Run::figures);
     }
+    run_cold(options, ours, &mut rounds, &mut document);
     let fleets = [Kind::Process, Kind::Kvm].map(|kind| Side { kind, way: Way::Branch }).into_iter();
     let fleets = rounds.run(
         fleets.filter(|side| options.selected(&format!("density/{side}"))),
@@ -235,6 +308,26 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
     let failures = rounds.failures;
     finish(&mut document, options, &failures);
     Outcome { document, failures }
+}
+
+fn run_cold(options: &Options, ours: &mut dyn OurRunner, rounds: &mut Rounds<'_>, document: &mut Document) {
+    let ways = [false, true].into_iter();
+    let sides = ways.flat_map(|prefetch| [Kind::Process, Kind::Kvm].map(|kind| ColdSide { kind, prefetch }));
+    let (touched, working_set) = (GIB, GIB / 8);
+    let sides = rounds.run(
+        sides.filter(|side| options.selected(&format!("cold/{side}"))),
+        |side| format!("cold/{side}"),
+        |side, _| {
+            let spec = ColdSpec { side, touched, working_set };
+            // The page cache holds the file beside the original and the copy.
+            room_for(2 * spec.memory())?;
+            Ok(ours.cold(&spec)?)
+        },
+    );
+    cases::add(document, ("cold", &[("touched_bytes", touched.into())]), &sides, |cold| {
+        let pages = cold.recorded.map(|pages| ("recorded_pages", to_f64(pages)));
+        [("child_runs_ms", cold.runs_ms), ("set_used_ms", cold.used_ms)].into_iter().chain(pages).collect()
+    });
 }
 
 fn memory_spec(side: Side, touched: u64) -> GuestSpec {
@@ -266,6 +359,12 @@ fn pause(document: &Document, touched: u64, kind: Kind) -> Option<f64> {
     metric(document, &format!("memory-{}m", touched >> 20), Side { kind, way: Way::Branch }, "pause_ms")
 }
 
+/// Returns the time until the working set was used with prefetch, divided by that without.
+fn prefetch_ratio(document: &Document, kind: Kind) -> Option<f64> {
+    let used = |prefetch| metric(document, "cold", ColdSide { kind, prefetch }, "set_used_ms");
+    Some(used(true)? / used(false)?)
+}
+
 fn finish(document: &mut Document, options: &Options, failures: &[String]) {
     let mut summary: Vec<(&str, Value)> =
         vec![("rounds", options.repeats.into()), ("failures", failures.into())];
@@ -275,6 +374,7 @@ fn finish(document: &mut Document, options: &Options, failures: &[String]) {
         ("pause_slope_ms_per_gib", slope(document, options, Kind::Kvm)),
         ("child_runs_ms", metric(document, "memory-4096m", kvm, "child_runs_ms")),
         ("density_gib_32", metric(document, "density", kvm, "used_gib")),
+        ("prefetch_to_on_demand", prefetch_ratio(document, Kind::Kvm)),
     ];
     summary.extend(figures.into_iter().filter_map(|(name, value)| Some((name, value?.into()))));
     let figure = |group: &str, name: &str| cases::figure(document, group, kvm, name);
@@ -307,6 +407,12 @@ mod tests {
             assert!(budget.used().is_ok());
             Ok(Fleet { used: 3 * GIB / 2, pause_ms: 1.0, runs_ms: 9.0 })
         }
+
+        fn cold(&mut self, spec: &ColdSpec) -> Result<Cold, OurError> {
+            let prefetch = spec.side.prefetch;
+            let used_ms = if prefetch { 50.0 } else { 200.0 };
+            Ok(Cold { runs_ms: 8.0, used_ms, recorded: prefetch.then_some(spec.working_set >> 12) })
+        }
     }
 
     #[test]
@@ -320,6 +426,18 @@ mod tests {
         let skipped = document.cases.iter().filter(|case| case.skipped.is_some()).count();
         assert_eq!(skipped, 4);
         assert!(table(&document).contains("memory-256m/kvm-branch"));
+    }
+
+    #[test]
+    fn prefetch_is_compared_with_a_start_on_demand() {
+        let options = Options { repeats: 1, sizes: vec![GIB], only: vec!["cold".into()] };
+        let Outcome { document, failures } = run(&options, &mut Fake, &mut |_| ());
+        assert!(failures.is_empty(), "{failures:?}");
+        assert_eq!(document.summary["prefetch_to_on_demand"].as_f64(), Some(0.25));
+        let names: Vec<_> = document.cases.iter().map(|case| case.name.as_str()).collect();
+        let want =
+            ["cold/process-on-demand", "cold/kvm-on-demand", "cold/process-prefetch", "cold/kvm-prefetch"];
+        assert_eq!(names, want);
     }
 
     #[test]

@@ -22,6 +22,7 @@
 
 mod alone;
 mod parallel;
+mod reflinks;
 mod skip;
 mod temp;
 mod wait;
@@ -31,6 +32,7 @@ use std::io::Write;
 
 pub use alone::alone;
 pub use parallel::in_parallel;
+pub use reflinks::Reflinks;
 pub use skip::{Need, emulator, skip, skip_if_emulated, skip_long_search_if_emulated, tries};
 pub use temp::{Folder, temp_path};
 pub use wait::{PATIENCE, wait, wait_for};

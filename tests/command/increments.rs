@@ -42,8 +42,8 @@ fn chain_of_snapshots_of_a_busy_guest_is_restored_and_merged() {
     });
 }
 
-/// Restores the snapshot in a process that is confined to what its command line names. Of the folder
-/// of the snapshot, it can read the files of the chain only.
+/// Restores the snapshot in a process that is confined to what its command line names. Of the
+/// folder of the snapshot, it can read the files of the chain only.
 fn confined(kind: &str, uri: &str) {
     let folder = Folder::new();
     let api = folder.path("api");

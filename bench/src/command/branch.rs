@@ -3,15 +3,17 @@
 
 use super::args::BenchArgs;
 use super::{Finished, no_kvm, program};
-use crate::branch::{self, Fleet, GuestSpec, Kind, Options, OurError, OurRunner, Outcome, Run, Way};
+use crate::branch::{
+    self, Cold, ColdSpec, Fleet, GuestSpec, Kind, Options, OurError, OurRunner, Outcome, Run, Way,
+};
 use crate::density::Budget;
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::io;
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use vmferry_client::{Client, Environment, Role, Setup, SingleProcess};
 
@@ -36,7 +38,7 @@ struct Ours;
 
 impl OurRunner for Ours {
     fn copy(&mut self, spec: &GuestSpec) -> Result<Run, OurError> {
-        available(spec)?;
+        available(spec.side.kind)?;
         let run = match spec.side.way {
             Way::Branch => branched(spec, None).map(|(run, _, _)| run),
             Way::File => through_a_file(spec),
@@ -45,13 +47,18 @@ impl OurRunner for Ours {
     }
 
     fn fleet(&mut self, spec: &GuestSpec, budget: &Budget) -> Result<Fleet, OurError> {
-        available(spec)?;
+        available(spec.side.kind)?;
         fleet(spec, budget).map_err(|error| OurError::Failed(error.into()))
+    }
+
+    fn cold(&mut self, spec: &ColdSpec) -> Result<Cold, OurError> {
+        available(spec.side.kind)?;
+        cold(spec).map_err(|error| OurError::Failed(error.into()))
     }
 }
 
-fn available(spec: &GuestSpec) -> Result<(), OurError> {
-    match no_kvm().filter(|_| spec.side.kind == Kind::Kvm) {
+fn available(kind: Kind) -> Result<(), OurError> {
+    match no_kvm().filter(|_| kind == Kind::Kvm) {
         Some(why) => Err(OurError::Unavailable(why)),
         None => Ok(()),
     }
@@ -77,11 +84,17 @@ impl Environment for Shareable<'_> {
 
 /// Starts the guest, and waits until its memory has content.
 fn start(spec: &GuestSpec, environment: &dyn Environment) -> Result<SingleProcess> {
-    let setup = Setup {
-        guest: spec.side.kind.name(),
-        environment,
-        ..Setup::new(program::vmferry()?, spec.memory(), spec.workload())
-    };
+    start_guest(spec.side.kind, (spec.memory(), spec.workload()), environment)
+}
+
+/// Starts a guest with this memory and this workload, and waits until its memory has content.
+fn start_guest(
+    kind: Kind,
+    (memory, workload): (u64, String),
+    environment: &dyn Environment,
+) -> Result<SingleProcess> {
+    let setup =
+        Setup { guest: kind.name(), environment, ..Setup::new(program::vmferry()?, memory, workload) };
     let mut parent = SingleProcess::start(&setup)?;
     let deadline = Instant::now() + PATIENCE;
     while parent.runner.status()?["vm"]["guest"]["state"] != "running" {
@@ -183,17 +196,7 @@ fn through_a_file(spec: &GuestSpec) -> Result<Run> {
     let before = speed(&mut parent)?;
     let file = place.join("copy");
     let began = Instant::now();
-    let output = Command::new(program::vmferry()?)
-        .args(["migrate", "--keep-running", "--json", "-", "--api"])
-        .arg(parent.runner.client.path())
-        .arg(format!("file:{}", file.display()))
-        .stdin(Stdio::null())
-        .output()?;
-    if !output.status.success() {
-        bail!("vmferry migrate: {}", String::from_utf8_lossy(&output.stderr).trim());
-    }
-    let document: Value =
-        serde_json::from_slice(&output.stdout).context("vmferry migrate printed no JSON")?;
+    let document = write_copy(&parent, &file)?;
     let api = place.join("child.sock");
     let mut child = Command::new(program::vmferry()?)
         .args(["run", "--guest", spec.side.kind.name(), "--memory", &spec.memory().to_string(), "--api"])
@@ -211,6 +214,111 @@ fn through_a_file(spec: &GuestSpec) -> Result<Run> {
     let (runs_ms, after) = (runs?, after?);
     let speed_kept = (before > 0.0).then(|| after / before);
     Ok(Run { pause_ms, runs_ms, total_ms: runs_ms, speed_kept })
+}
+
+/// Writes a copy of the guest to `file`. Returns the report.
+fn write_copy(parent: &SingleProcess, file: &Path) -> Result<Value> {
+    let output = Command::new(program::vmferry()?)
+        .args(["migrate", "--keep-running", "--json", "-", "--api"])
+        .arg(parent.runner.client.path())
+        .arg(format!("file:{}", file.display()))
+        .stdin(Stdio::null())
+        .output()?;
+    if !output.status.success() {
+        bail!("vmferry migrate: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    serde_json::from_slice(&output.stdout).context("vmferry migrate printed no JSON")
+}
+
+/// Guest that runs from a snapshot. It is killed when the value is dropped.
+struct Shared {
+    process: Child,
+    api: PathBuf,
+    began: Instant,
+}
+
+impl Shared {
+    /// Starts the guest in `file`, with the option `option` for its working set.
+    fn start(spec: &ColdSpec, file: &Path, option: Option<(&str, &Path)>) -> Result<Self> {
+        let api = file.with_extension("sock");
+        let began = Instant::now();
+        let mut command = Command::new(program::vmferry()?);
+        command
+            .args(["run", "--guest", spec.side.kind.name(), "--memory", &spec.memory().to_string(), "--api"])
+            .arg(&api)
+            .args(["--shared", "--from"])
+            .arg(file);
+        if let Some((option, set)) = option {
+            command.arg(option).arg(set);
+        }
+        let process = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+        Ok(Self { process, api, began })
+    }
+
+    /// Waits until the guest has made `writes` writes. Returns the times until it ran and until
+    /// then, in ms.
+    fn wait_for_writes(&self, writes: u64) -> Result<(f64, f64)> {
+        let runs = until_it_runs(&self.api, self.began)?;
+        let mut client = Client::connect(&self.api)?;
+        let mut now = || -> Result<u64> {
+            let answer = client.call("writes", json!({}))?;
+            let vcpus = answer["vcpus"].as_array().context("no vCPUs")?;
+            Ok(vcpus.iter().filter_map(|vcpu| vcpu[1].as_u64()).sum())
+        };
+        let (first, deadline) = (now()?, Instant::now() + PATIENCE);
+        while now()? < first + writes {
+            if Instant::now() > deadline {
+                bail!("the guest did not use its working set in time");
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok((runs, self.began.elapsed().as_secs_f64() * 1e3))
+    }
+
+    /// Ends the guest, which writes its working set.
+    fn quit(mut self) -> Result<()> {
+        Client::connect(&self.api)?.call("quit", json!({}))?;
+        if !self.process.wait()?.success() {
+            bail!("the guest did not end as it should");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Starts a guest from a snapshot that is not in the page cache.
+fn cold(spec: &ColdSpec) -> Result<Cold> {
+    let folder = tempfile::tempdir()?;
+    let (file, set) = (folder.path().join("copy"), folder.path().join("set"));
+    let within = Within(folder.path().to_owned());
+    let parent = start_guest(spec.side.kind, (spec.memory(), spec.workload()), &within)?;
+    write_copy(&parent, &file)?;
+    drop(parent);
+    let (mut option, mut recorded) = (None, None);
+    if spec.side.prefetch {
+        let first = Shared::start(spec, &file, Some(("--record", &set)))?;
+        first.wait_for_writes(spec.writes())?;
+        first.quit()?;
+        option = Some(("--prefetch", &*set));
+    }
+    // Pages that are mapped or not written out would stay in the page cache.
+    let open = std::fs::File::open(&file)?;
+    open.sync_all()?;
+    rustix::fs::fadvise(&open, 0, None, rustix::fs::Advice::DontNeed)?;
+    let guest = Shared::start(spec, &file, option)?;
+    let (runs_ms, used_ms) = guest.wait_for_writes(spec.writes())?;
+    if option.is_some() {
+        let status = Client::connect(&guest.api)?.call("status", json!({}))?;
+        recorded = Some(status["vm"]["prefetch"]["pages"].as_u64().context("no prefetch")?);
+    }
+    guest.quit()?;
+    Ok(Cold { runs_ms, used_ms, recorded })
 }
 
 /// Environment of a guest that may be written into a folder.

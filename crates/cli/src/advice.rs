@@ -233,6 +233,7 @@ fn of_vmm(error: &vmferry_vmm::Error) -> Option<&'static str> {
         Error::NoKvm | Error::NoPermission => "--guest process needs no KVM",
         Error::NoRings => "--dirty-ring 4096",
         Error::NoLog => "--dirty-ring off",
+        Error::SharedDisk { .. } => "branch --disk-overlay DIR",
         Error::Setup(SetupError::DirtyRing { .. }) => "--dirty-ring",
         Error::Memory(MemoryError::HugePages { .. }) => "--memory-backing",
         Error::Memory(MemoryError::Populate(_)) => MEMORY_IN_ADVANCE,
@@ -250,8 +251,7 @@ fn of_confinement(error: &ConfineError) -> Option<&'static str> {
     match error {
         ConfineError::Jail(JailError::StaysRoot) => Some("--uid and --gid"),
         ConfineError::Jail(_) => Some("--jail"),
-        // The console is the only output that the plan of `run` has.
-        ConfineError::Output { .. } => Some("--serial"),
+        ConfineError::Output { .. } => Some("--serial, --record"),
         ConfineError::Refused(_) => Some("--sandbox off runs the guest without confinement"),
         _ => None,
     }

@@ -42,7 +42,7 @@ pub(crate) struct Cli {
 
 /// Groups of commands in the help, with their headings.
 const GROUPS: [(&str, &[&str]); 4] = [
-    ("Guests", &["run", "branch", "pause", "resume", "powerdown", "balloon", "snapshot", "quit"]),
+    ("Guests", &["run", "branch", "pause", "resume", "powerdown", "balloon", "snapshot", "record", "quit"]),
     ("Migrations", &["migrate", "upgrade", "plan", "cancel", "switch", "recover", "demo"]),
     ("Measurements", &["status", "top", "dirty-rate", "report"]),
     ("Host", &["check", "completions", "man"]),
@@ -86,8 +86,8 @@ pub(crate) enum Command {
     /// Start guests that continue from one instant of a running guest
     ///
     /// The children run in processes of their own and share the memory of the parent until they
-    /// write to it. The parent continues. Its memory must be a memfd (run --memory-backing memfd),
-    /// and it may have no disk that it can write to.
+    /// write to it. The parent continues. Its memory must be a memfd (run --memory-backing memfd).
+    /// If it has a disk that it can write to, use --disk-overlay.
     #[command(after_long_help = examples::BRANCH)]
     Branch(BranchArgs),
     /// Move a running guest to a target, or save it to a file
@@ -98,6 +98,11 @@ pub(crate) enum Command {
     /// The guest is paused only to save its device state. The file has the state of that instant.
     #[command(after_long_help = examples::SNAPSHOT)]
     Snapshot(SnapshotArgs),
+    /// Write the working set that `run --record` has recorded
+    ///
+    /// The recording ends, and the guest continues to run.
+    #[command(after_long_help = examples::RECORD)]
+    Record(ApiArgs),
     /// Continue a guest in a new process, without copying its memory
     ///
     /// The new process runs another version of vmferry, or the same one, with the options of the
@@ -474,6 +479,23 @@ pub(crate) struct RunArgs {
     /// while a guest runs from it, so only its owner may have permission to write to it.
     #[arg(long, requires = "from", help_heading = heading::MIGRATION)]
     pub(crate) shared: bool,
+    /// Record the working set of the guest into this file
+    ///
+    /// The working set consists of the pages of the snapshot that the guest uses, in the order of
+    /// their use. The file is written when the guest ends, after the time of --record-for, on the
+    /// command `vmferry record`, and before the guest is migrated, branched or saved. An existing
+    /// file is replaced.
+    #[arg(long, value_name = "FILE", requires = "shared", conflicts_with = "prefetch", help_heading = heading::MIGRATION)]
+    pub(crate) record: Option<PathBuf>,
+    /// End the recording of the working set after this time
+    #[arg(long, value_name = "T", requires = "record", value_parser = positive_time, help_heading = heading::MIGRATION)]
+    pub(crate) record_for: Option<Duration>,
+    /// Bring in the pages that an earlier run has recorded
+    ///
+    /// The file comes from --record of a run of the same snapshot. A thread reads and maps its
+    /// pages in their order while the guest runs, so that the guest rarely waits for the disk.
+    #[arg(long, value_name = "FILE", requires = "shared", help_heading = heading::MIGRATION)]
+    pub(crate) prefetch: Option<PathBuf>,
     /// Take pages from this file or the files in this folder (repeatable)
     ///
     /// The source sends hashes of pages, and only pages that no file contains. A file is a snapshot

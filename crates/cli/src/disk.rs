@@ -1,10 +1,14 @@
 //! Option `--disk`.
 
 use serde_json::{Value, json};
+use std::ffi::OsString;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use vmferry_confine::Use;
 use vmferry_vmm::{DiskOptions, VmHandle};
+
+/// End of the option of a disk that the guest cannot write to.
+const READ_ONLY: &str = ",readonly";
 
 /// Disk of the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +28,19 @@ impl DiskArg {
         &self.path
     }
 
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Returns the value of the option.
+    pub(crate) fn text(&self) -> OsString {
+        let mut text = self.path.clone().into_os_string();
+        if self.read_only {
+            text.push(READ_ONLY);
+        }
+        text
+    }
+
     /// Returns the use of the file. A block device also gets `ioctl` requests for its size and for
     /// discards.
     pub(crate) fn use_for(&self) -> Use {
@@ -39,7 +56,7 @@ impl DiskArg {
 
 /// Parses a path with an optional `,readonly` at its end. Other commas belong to the path.
 pub(crate) fn disk(text: &str) -> Result<DiskArg, String> {
-    let (path, read_only) = match text.strip_suffix(",readonly") {
+    let (path, read_only) = match text.strip_suffix(READ_ONLY) {
         Some(path) => (path, true),
         None => (text, false),
     };

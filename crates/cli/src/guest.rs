@@ -8,6 +8,7 @@ use crate::disk::DiskArg;
 use crate::usage::{Usage, wrong_usage};
 use anyhow::{Context, Result, bail};
 use std::io::Read;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -103,6 +104,15 @@ impl Machine {
         match self {
             Self::Kvm(vm) => vm.set_reaper(Arc::new(policy)),
             Self::Process(_) => {}
+        }
+    }
+
+    /// Sets the files that become copies of the disks at a branch.
+    pub(crate) fn set_disk_copies(&mut self, copies: Vec<OwnedFd>) {
+        match self {
+            Self::Kvm(vm) => vm.set_disk_copies(copies),
+            // A process guest has no disks.
+            Self::Process(_) => drop(copies),
         }
     }
 

@@ -97,6 +97,7 @@ fn main() -> ExitCode {
         Command::Powerdown(args) => api::simple(&args.api, "powerdown"),
         Command::Quit(args) => api::simple(&args.api, "quit"),
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
+        Command::Record(args) => api::record(&args),
         Command::Branch(args) => branch::branch(&args),
         Command::Balloon(args) => balloon::balloon(&args),
         Command::DirtyRate(args) => dirty_rate::dirty_rate(&args),

@@ -2,6 +2,7 @@
 
 mod moving;
 mod snapshot;
+mod working_set;
 
 pub(crate) use moving::{contradiction, tracker};
 
@@ -32,8 +33,9 @@ use std::time::{Duration, Instant};
 use vmferry_control::{Events, Limits, Server};
 use vmferry_engine::{
     Listener, MigrateError, OnDemandRestore, ReceiveFailure, Received, RunState, Uri, receive, restore,
-    restore_on_demand, restore_shared,
+    restore_on_demand,
 };
+use working_set::SharedGuest;
 
 /// Interval at which the machine's owner checks whether a completed migration has been noticed.
 const TICK: Duration = Duration::from_millis(20);
@@ -91,15 +93,16 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     confinement.complete()?;
     // The value is set only once.
     let _ = shared.confinement.set(confinement.in_force().clone());
-    let (mut restore, arrived) = (None, arrive(way, args, &mut machine, &shared));
+    let (mut kept, arrived) = (Kept::default(), arrive(way, args, &mut machine, &shared));
     let result = arrived.and_then(|arrived| {
         let Arrived::Here(arriving) = arrived else { return Ok(Status::Done) };
-        restore = arriving;
+        kept = arriving;
         if let (true, Some(server), Some(path)) = (args.successor, &mut server, &args.api) {
             upgrade::succeed(server, path);
         }
-        serve(&mut machine, args, &shared, &errands)
+        serve(&mut machine, args, (&shared, &mut kept), &errands)
     });
+    kept.end_recording();
     if shared.quit.load(Ordering::Acquire) {
         shared.event_sender.ends(false, shared.quit_reason());
     }
@@ -110,7 +113,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     }
     // Pages of an on-demand restore must still arrive until the vCPUs have stopped.
     machine.stop();
-    drop(restore);
+    drop(kept);
     drop(server);
     drop(console);
     result
@@ -220,8 +223,25 @@ fn watch_for_the_end(shared: &Arc<RunContext>) -> Result<()> {
 /// Result of the wait for a guest.
 enum Arrived {
     NoGuest,
-    /// A guest runs; with an on-demand restore if its pages are still being read.
-    Here(Option<Box<OnDemandRestore>>),
+    /// A guest runs.
+    Here(Kept),
+}
+
+/// Parts of a restore that must exist while the guest runs.
+#[derive(Default)]
+struct Kept {
+    /// On-demand restore whose pages are still being read.
+    _restore: Option<Box<OnDemandRestore>>,
+    shared: Option<Box<SharedGuest>>,
+}
+
+impl Kept {
+    /// Ends the recording of the working set, if there is one.
+    fn end_recording(&mut self) {
+        if let Some(shared) = &mut self.shared {
+            shared.end_recording();
+        }
+    }
 }
 
 /// Origin of the guest.
@@ -255,19 +275,18 @@ fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<RunC
     let arrived = match way {
         Way::Start => machine.start().map(|()| {
             eprintln!("vmferry: the guest runs{}", arriving::reached_by(args.api.as_deref()));
-            Arrived::Here(None)
+            Arrived::Here(Kept::default())
         }),
         Way::At(Uri::File(path)) => take_out(path, args, machine, shared).map(Arrived::Here),
         Way::Shared(path) => {
-            let received = restore_shared(machine.target(), path)?;
-            shared.set_received(serde_json::to_value(received)?);
-            Ok(Arrived::Here(None))
+            let guest = SharedGuest::start(path, args, machine, shared)?;
+            Ok(Arrived::Here(Kept { shared: Some(Box::new(guest)), ..Kept::default() }))
         }
         Way::At(uri) => listen(uri, args, shared).and_then(|at| await_guest(at, machine, shared)),
         Way::Told(incoming) => deferred(&incoming, args, machine, shared),
         Way::Branch(socket) => branch::ready(&socket).and_then(|()| {
             let arrived = branch::arrive(&socket, machine, shared)?;
-            Ok(if arrived { Arrived::Here(None) } else { Arrived::NoGuest })
+            Ok(if arrived { Arrived::Here(Kept::default()) } else { Arrived::NoGuest })
         }),
     };
     match &arrived {
@@ -353,7 +372,7 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<RunContex
                     drop(postcopy.finish(&listener, &watched.arrival))
                 })?;
             }
-            Ok(Arrived::Here(None))
+            Ok(Arrived::Here(Kept::default()))
         }
         Err(ReceiveFailure::Stopped) => Ok(Arrived::NoGuest),
         Err(error) => Err(error.into()),
@@ -362,12 +381,7 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<RunContex
 
 /// Restores the guest from a file. The guest runs at once where pages can be read later, and
 /// otherwise when all pages have been read.
-fn take_out(
-    path: &Path,
-    args: &RunArgs,
-    machine: &mut Machine,
-    shared: &RunContext,
-) -> Result<Option<Box<OnDemandRestore>>> {
+fn take_out(path: &Path, args: &RunArgs, machine: &mut Machine, shared: &RunContext) -> Result<Kept> {
     let check_copy = |received: &Received| {
         if args.new_mac && received.copy_of.is_none() {
             eprintln!("vmferry: {} holds no copy: the guest keeps its MAC addresses", received.source);
@@ -378,14 +392,14 @@ fn take_out(
             check_copy(restore.received());
             shared.set_received(serde_json::to_value(restore.received())?);
             shared.set_restore(restore.watch());
-            Ok(Some(Box::new(restore)))
+            Ok(Kept { _restore: Some(Box::new(restore)), ..Kept::default() })
         }
         Err(error @ MigrateError::NoDemandPaging { .. }) => {
             eprintln!("vmferry: {error}; the guest starts when the whole file has been read");
             let received = restore(machine.target(), path)?;
             check_copy(&received);
             shared.set_received(serde_json::to_value(received)?);
-            Ok(None)
+            Ok(Kept::default())
         }
         Err(error) => Err(error.into()),
     }
@@ -395,7 +409,7 @@ fn take_out(
 fn serve(
     machine: &mut Machine,
     args: &RunArgs,
-    shared: &Arc<RunContext>,
+    (shared, kept): (&Arc<RunContext>, &mut Kept),
     errands: &Receiver<PendingOrder>,
 ) -> Result<Status> {
     let mut moved: Option<Instant> = None;
@@ -421,13 +435,25 @@ fn serve(
                 Err(error) => tracing::warn!("the limits of the vCPUs are not enforced: {error:#}"),
             }
         }
+        if let Some(guest) = &mut kept.shared {
+            guest.look();
+        }
         let patience = if moved.is_some() { TICK } else { SELDOM };
         let Ok(PendingOrder { order, reply, abandoned }) = errands.recv_timeout(patience) else { continue };
         if abandoned.load(Ordering::Acquire) {
             continue;
         }
+        if order.uses_memory() {
+            // Only one user of the guest's memory can find its pages by their protection.
+            kept.end_recording();
+        }
         match order {
             Order::Look => {}
+            Order::EndRecording => {
+                let ended = kept.shared.as_mut().context("the guest does not run from a shared snapshot");
+                let _ =
+                    reply.send(ended.and_then(|guest| guest.finish()).map_err(|error| advice::told(&error)));
+            }
             Order::Migrate(request) => {
                 limiter.give_way();
                 if let Some((GuestPlace::Moved, status)) = moving::begin(machine, shared, &request, &reply) {
@@ -537,7 +563,7 @@ fn execute(machine: &mut Machine, shared: &RunContext, limiter: &mut Limiter, or
             GuestPlace::Running
         }
         Order::Recover { take } => recover(machine, shared, take)?,
-        Order::Migrate(_) | Order::Snapshot(_) | Order::Branch(_) | Order::Look => {
+        Order::Migrate(_) | Order::Snapshot(_) | Order::Branch(_) | Order::EndRecording | Order::Look => {
             bail!("this order is not executed here")
         }
     };

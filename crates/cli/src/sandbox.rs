@@ -201,6 +201,8 @@ fn files(args: &RunArgs) -> Vec<File> {
         }
         _ => {}
     }
+    files.extend(args.prefetch.iter().map(|path| read(path)));
+    files.extend(args.record.iter().map(|path| File::new(path, Use::Output)));
     files.extend(args.sandbox.migrate_dirs.iter().map(|path| File::new(path, Use::Folder)));
     files
 }

@@ -18,7 +18,7 @@ use std::process::{Child, Command, Stdio};
 
 /// Options of `run` that describe the origin of the guest. A second process with the same machine
 /// has another origin.
-const ORIGIN: [&str; 10] = [
+const ORIGIN: [&str; 13] = [
     "workload",
     "guest-args",
     "kernel",
@@ -27,6 +27,9 @@ const ORIGIN: [&str; 10] = [
     "incoming",
     "from",
     "shared",
+    "record",
+    "record-for",
+    "prefetch",
     "have",
     "new-mac",
 ];
@@ -56,6 +59,12 @@ impl StartArguments {
     pub(crate) fn of_this_process() -> Result<Self> {
         let folder = std::env::current_dir().context("cannot find the working directory")?;
         Ok(Self { folder, words: std::env::args_os().skip(1).collect() })
+    }
+
+    /// Returns arguments for a test, as if they were given in the root directory.
+    #[cfg(test)]
+    pub(crate) fn of_words<'a>(words: impl Iterator<Item = &'a str>) -> Self {
+        Self { folder: "/".into(), words: words.map(OsString::from).collect() }
     }
 
     /// Returns the arguments as JSON, for a client of the control socket.
@@ -97,7 +106,7 @@ struct RunOption {
 }
 
 /// Command line of a second `vmferry run`, made from that of a running one.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SuccessorArguments {
     folder: PathBuf,
     options: Vec<RunOption>,
@@ -140,7 +149,12 @@ impl SuccessorArguments {
 
     /// Returns the path in the value of option `name`, made absolute.
     pub(crate) fn path(&self, name: &str) -> Option<PathBuf> {
-        self.value(name).map(|path| self.folder.join(path))
+        self.value(name).map(|path| self.in_folder(path))
+    }
+
+    /// Returns `path` of an option, made absolute.
+    pub(crate) fn in_folder(&self, path: impl AsRef<Path>) -> PathBuf {
+        self.folder.join(path)
     }
 
     /// Removes all options `name`.
@@ -248,7 +262,7 @@ mod tests {
     use clap::Parser;
 
     fn start(line: &str) -> StartArguments {
-        StartArguments { folder: "/".into(), words: line.split(' ').map(OsString::from).collect() }
+        StartArguments::of_words(line.split(' '))
     }
 
     fn successor(line: &str) -> SuccessorArguments {

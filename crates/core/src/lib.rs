@@ -68,6 +68,7 @@ mod region_file;
 mod set;
 mod stream;
 mod tracker;
+mod used;
 mod vm;
 mod window;
 mod write_protection;
@@ -85,6 +86,7 @@ pub use stream::{StateReader, StateWriter, StreamName};
 pub use tracker::{
     DirtyTracker, NothingToProtect, Protect, ReaperFigures, ReaperState, RingFigures, TrackerKind, VcpuRing,
 };
+pub use used::UsedPages;
 pub use vm::{GuestMemory, Migratable, PauseCosts, RunState, SourceVm, TargetVm, VmError};
 pub use window::Window;
 pub use write_protection::WriteProtection;

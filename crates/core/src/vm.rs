@@ -22,7 +22,7 @@
 
 use crate::{
     BranchMemory, DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun, RegionFile,
-    RegionId, RetiredMemory, Section, StateReader, StateWriter, StreamName, TrackerKind, Window,
+    RegionId, RetiredMemory, Section, StateReader, StateWriter, StreamName, TrackerKind, UsedPages, Window,
     WriteProtection,
 };
 use std::fmt;
@@ -148,6 +148,18 @@ pub trait GuestMemory: Send + Sync {
     ///
     /// [`DemandPaging::begin`]: crate::DemandPaging::begin
     fn populate(&self, region: RegionId, run: PageRun) -> bool {
+        let _ = (region, run);
+        false
+    }
+
+    /// Maps the pages of `run`, so that the first read of a page causes no page fault. Pages of a
+    /// file are read if they are not in the host's page cache. The content must not change, and no
+    /// page may be copied. Returns false if the memory does not do this, or if the host refuses.
+    /// The engine then does not call the method again.
+    ///
+    /// The engine calls this method on one thread, while the guest runs from a file
+    /// ([`Migratable::adopt_memory`]). The default returns false.
+    fn map_pages(&self, region: RegionId, run: PageRun) -> bool {
         let _ = (region, run);
         false
     }
@@ -393,9 +405,25 @@ pub trait SourceVm: Migratable {
     ///
     /// # Errors
     /// If this VM cannot be branched, for example because its memory is anonymous, or because a
-    /// child would write to the same disk.
+    /// child would write to the same disk ([`copy_disks`](Self::copy_disks)).
     fn prepare_branch(&mut self) -> Result<BranchMemory, VmError> {
         Err(VmError::new("this VM cannot be branched"))
+    }
+
+    /// Copies the disks that the guest can write to, for the children of a branch. The engine calls
+    /// this method after [`save`](Self::save) and before
+    /// [`adopt_memory`](Migratable::adopt_memory), while the guest is paused and its devices are
+    /// quiesced. Therefore the copies belong to the same instant as the device state and the
+    /// memory.
+    ///
+    /// The VMM decides where the copies are, and passes them to the children. The copy should not
+    /// depend on the size of the disk, for example by reflinks. The default does nothing, for a VM
+    /// that refuses writable disks in [`prepare_branch`](Self::prepare_branch).
+    ///
+    /// # Errors
+    /// If a disk cannot be copied. The guest then continues, and is not branched.
+    fn copy_disks(&mut self) -> Result<(), VmError> {
+        Ok(())
     }
 
     /// Returns the readers of the device state that is sent to the target as
@@ -533,6 +561,18 @@ pub trait TargetVm: Migratable {
     fn take_memory(&mut self, regions: Vec<RegionFile>) -> Result<(), VmError> {
         let _ = regions;
         Err(VmError::new("this VM does not map the memory of another process; move the guest by precopy"))
+    }
+
+    /// Returns a finder of the pages that the guest uses from now on, for the working set of a
+    /// guest that runs from a file ([`Migratable::adopt_memory`] was called before).
+    ///
+    /// The engine keeps the value while the guest runs, and drops it on the thread that ends the
+    /// recording. The default returns an error.
+    ///
+    /// # Errors
+    /// If this VM or this host cannot find the pages.
+    fn used_pages(&mut self) -> Result<Box<dyn UsedPages>, VmError> {
+        Err(VmError::new("this VM cannot find the pages that its guest uses"))
     }
 
     /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped.

@@ -15,6 +15,8 @@
 //! according to a [`Prealloc`].
 //!
 //! [`adopt`] and the functions next to it share memory between a guest and its branches.
+//! [`MappedPages`] finds the pages of such memory that the guest has used, and [`map_pages`] maps
+//! pages before the guest uses them.
 //!
 //! No tracker detects that memory is *dropped* (for example by a balloon's `MADV_DONTNEED`, or by a
 //! hole that is punched into a memfd), because the content becomes zero without a write. Therefore
@@ -45,6 +47,7 @@ mod rate;
 mod region;
 mod residency;
 mod ring;
+mod used;
 mod wp;
 
 pub use branch::{adopt, branch_memory, release_entries, renew};
@@ -60,6 +63,7 @@ pub use ring::{
     DirtyRings, HarvestSchedule, Predict, ReaperPolicy, ReaperReport, ReaperState, RingReport, RingTracker,
     RingVcpu, RingView, Rings, VcpuRingReport,
 };
+pub use used::{MappedPages, map_pages};
 /// Old mapping that [`adopt`] has replaced.
 pub use vmferry_sys::mapping::Retired;
 /// Exit reason of a vCPU whose dirty ring is full. kvm-ioctls returns it as

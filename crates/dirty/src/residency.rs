@@ -109,7 +109,7 @@ fn first_entry(span: &Range<u64>) -> Result<FirstEntry, SysError> {
 
 /// Returns true if the kernel has no `PAGEMAP_SCAN`. Such a kernel returns `ENOTTY`, and an
 /// emulator of user programs `ENOSYS`.
-fn has_no_scan(error: &SysError) -> bool {
+pub(crate) fn has_no_scan(error: &SysError) -> bool {
     matches!(error.errno(), Some(libc::ENOTTY | libc::ENOSYS))
 }
 

@@ -4,7 +4,7 @@ use crate::arbiter::ArbiterError;
 use crate::snapshot::RestoreError;
 use std::io;
 use vmferry_core::VmError;
-use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError};
+use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError, WorkingSetError};
 
 /// Reason why a migration, a save or a restore could not begin, or why an address cannot be used.
 /// The guest stays where it was.
@@ -110,6 +110,15 @@ pub enum MigrateError {
         uri: String,
         /// Reason why the guest cannot be restored.
         source: RestoreError,
+    },
+    /// A working set cannot be used. The guest has not run.
+    #[error("{uri}: {source}")]
+    WorkingSet {
+        /// Name of the file: of the working set that cannot be read, or of the snapshot to which
+        /// the working set does not belong.
+        uri: String,
+        /// Reason why the working set cannot be used.
+        source: WorkingSetError,
     },
     /// The VM or the host has no demand paging.
     #[error("demand paging is not possible: {why}")]

@@ -107,8 +107,9 @@ pub use report::{
 #[cfg(feature = "tls")]
 pub use rustls;
 pub use snapshot::{
-    FillState, Merged, OnDemandRestore, PauseHook, RestoreError, RestoreProgress, SnapshotSettings,
-    merge_snapshot, restore, restore_on_demand, restore_shared, save, save_copy, snapshot_background,
+    FillState, Merged, OnDemandRestore, PauseHook, PrefetchProgress, RestoreError, RestoreProgress,
+    SharedRestore, SharedSettings, SnapshotSettings, merge_snapshot, read_working_set, restore,
+    restore_on_demand, restore_shared, restore_shared_with, save, save_copy, snapshot_background,
     snapshot_bases,
 };
 /// Walk of a sender over the pages of a pass. Public for `vmferry-bench`, which compares the walk
@@ -132,9 +133,9 @@ pub use vmferry_core::{
     Answer, AnswerMode, BranchMemory, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory,
     MachineConfig, Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures, ReaperState,
     RegionFile, RetiredMemory, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter,
-    StreamName, TargetVm, TrackerKind, VcpuRing, VmError, WriteProtection,
+    StreamName, TargetVm, TrackerKind, UsedPages, VcpuRing, VmError, WriteProtection,
 };
-pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
+pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError, WorkingSet, WorkingSetError};
 
 /// Returns random bytes from the `getrandom` system call.
 ///

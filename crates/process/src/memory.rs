@@ -10,8 +10,8 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{BranchMemory, Layout, PageRun, Region, RegionFile, RegionId, RetiredMemory, Window};
 use vmferry_dirty::{
-    Backing, MappedRegion, Prealloc, TrackerError, adopt, available_memory, branch_memory, next_touched,
-    populate, populate_all, renew, touched,
+    Backing, MappedRegion, Prealloc, TrackerError, adopt, available_memory, branch_memory, map_pages,
+    next_touched, populate, populate_all, renew, touched,
 };
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::PagedRegion;
@@ -263,5 +263,12 @@ impl GuestMemory for Memory {
         let regions = self.regions();
         let mapped = regions.iter().find(|own| own.id == region && self.prealloc == Prealloc::Auto);
         mapped.is_some_and(|mapped| populate(mapped, run).is_ok())
+    }
+
+    fn map_pages(&self, region: RegionId, run: PageRun) -> bool {
+        // A branch in its pause waits for the lock of the regions, so the lock is not held while
+        // pages are read.
+        let mapped = self.regions().iter().find(|own| own.id == region).cloned();
+        mapped.is_some_and(|mapped| map_pages(&mapped, run).is_ok())
     }
 }

@@ -3,10 +3,10 @@
 use crate::ProcessGuest;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_dirty::WpTracker;
+use vmferry_dirty::{MappedPages, WpTracker};
 use vmferry_engine::{
     BranchMemory, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RegionFile,
-    RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
+    RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, UsedPages, VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -113,6 +113,10 @@ impl TargetVm for ProcessGuest {
 
     fn take_memory(&mut self, regions: Vec<RegionFile>) -> Result<(), VmError> {
         self.take_shared(regions).map_err(VmError::new)
+    }
+
+    fn used_pages(&mut self) -> Result<Box<dyn UsedPages>, VmError> {
+        Ok(Box::new(MappedPages::new(self.memory.regions().to_vec())?))
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

@@ -30,7 +30,11 @@ type Curve = (&'static str, &'static str, Option<f64>);
 const CHARTS: [(&str, &[Side], &[Curve]); 3] = [
     (
         "snapshot",
-        &[("qemu", "QEMU", Tone::Purple), ("vmferry", "vmferry", Tone::Blue)],
+        &[
+            ("qemu", "QEMU", Tone::Purple),
+            ("vmferry-since", "vmferry, increment", Tone::Green),
+            ("vmferry", "vmferry", Tone::Blue),
+        ],
         &[("pause_ms", "Pause", Some(PAUSE_GOAL_MS)), ("total_ms", "Time until the file is complete", None)],
     ),
     (

@@ -119,7 +119,7 @@ pub use vmferry_core::{
     GuestMemory, Layout, LayoutError, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex,
     PageRun, PageSet, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, Region, RegionFile, RegionId,
     RetiredMemory, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm,
-    TrackerKind, VcpuRing, VmError, Window, WriteProtection,
+    TrackerKind, UsedPages, VcpuRing, VmError, Window, WriteProtection,
 };
 pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, BranchError, BranchPoint, Branched, BulkLimit, Bytes, Change,
@@ -127,11 +127,12 @@ pub use vmferry_engine::{
     EncodingFigures, Ended, FaultFigures, FillState, FreePagesFigures, Incoming, KnownPages,
     KnownPagesFigures, Listener, MappedMemory, Merged, MigrateError, MigrationHandle, MigrationKind,
     MigrationMode, MigrationState, OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport, PauseHook,
-    PhaseReport, PostcopyFigures, PostcopyReceiver, PostcopyState, PostcopyWatch, Progress, ReceiveFailure,
-    Received, Refusal, RefusalCode, Report, RestoreError, RestoreProgress, Settings, SnapshotFigures,
-    SnapshotSettings, Sockets, SwitchoverBandwidth, ThrottleFigures, UrgentPath, Uri, UriError, ZstdLevel,
-    arbiter, branch, join_branch, merge_snapshot, plan, receive, restore, restore_on_demand, restore_shared,
-    save, save_copy, snapshot_background, snapshot_bases,
+    PhaseReport, PostcopyFigures, PostcopyReceiver, PostcopyState, PostcopyWatch, PrefetchProgress, Progress,
+    ReceiveFailure, Received, Refusal, RefusalCode, Report, RestoreError, RestoreProgress, Settings,
+    SharedRestore, SharedSettings, SnapshotFigures, SnapshotSettings, Sockets, SwitchoverBandwidth,
+    ThrottleFigures, UrgentPath, Uri, UriError, WorkingSet, WorkingSetError, ZstdLevel, arbiter, branch,
+    join_branch, merge_snapshot, plan, read_working_set, receive, restore, restore_on_demand, restore_shared,
+    restore_shared_with, save, save_copy, snapshot_background, snapshot_bases,
 };
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};

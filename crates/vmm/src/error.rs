@@ -5,6 +5,7 @@ use crate::disk::DiskError;
 use crate::memory::MemoryError;
 use crate::state::StateError;
 use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 use vmferry_kvm::NotPaused;
 use vmferry_sys::tap::TapError;
@@ -101,6 +102,15 @@ pub enum Error {
     /// A disk cannot be used.
     #[error(transparent)]
     Disk(#[from] DiskError),
+    /// The guest cannot be branched, because its branches would write to the same disk.
+    #[error(
+        "the guest can write to {}, which its branches would share; give each branch a copy of the disk, or make the disk read-only",
+        .path.display()
+    )]
+    SharedDisk {
+        /// Path of the disk.
+        path: PathBuf,
+    },
     /// The thread of a device cannot be started.
     #[error("{name}: cannot start the device's thread")]
     DeviceThread {

@@ -7,10 +7,10 @@ use crate::memory::{GuestRam, RamRegion};
 use crate::vm::Vm;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_dirty::{RingTracker, WpTracker};
+use vmferry_dirty::{MappedPages, RingTracker, WpTracker};
 use vmferry_engine::{
     BranchMemory, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RegionFile,
-    RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
+    RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, UsedPages, VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -126,6 +126,10 @@ impl SourceVm for Vm {
         Self::prepare_branch(self).map_err(VmError::new)
     }
 
+    fn copy_disks(&mut self) -> Result<(), VmError> {
+        Self::copy_disks(self).map_err(VmError::new)
+    }
+
     fn release(&mut self) -> Result<(), VmError> {
         Self::release(self).map_err(VmError::new)
     }
@@ -160,6 +164,10 @@ impl TargetVm for Vm {
         // are halted until it has one. The engine receives no pages any more. Readers of the
         // statistics only read.
         unsafe { self.ram().take(regions) }.map_err(VmError::new)
+    }
+
+    fn used_pages(&mut self) -> Result<Box<dyn UsedPages>, VmError> {
+        Ok(Box::new(MappedPages::new(self.ram().mapped())?))
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

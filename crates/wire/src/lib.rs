@@ -43,6 +43,7 @@ mod hello;
 pub mod hostile;
 mod request;
 mod snapshot;
+mod working_set;
 
 pub use carrier::{
     CARRIER, LANE_ROOM, MAX_LANE_ROOM, MAX_LANES, MAX_PIECE_BYTES, PIECE_HEADER_BYTES, Piece, PieceKind,
@@ -71,6 +72,7 @@ pub use snapshot::{
     SnapshotPart, SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, TableKind, decode_part,
     encode_machine, encode_state,
 };
+pub use working_set::{MAX_WORKING_SET_BYTES, MAX_WORKING_SET_RUNS, WorkingSet, WorkingSetError};
 
 use crc_fast::{CrcAlgorithm, checksum};
 

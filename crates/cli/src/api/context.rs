@@ -35,7 +35,7 @@ use vmferry_control::{Events, QmpError};
 use vmferry_engine::arbiter::Arbiter;
 use vmferry_engine::{
     Arrival, FillState, KnownPages, MigrationHandle, MigrationState, PostcopyState, PostcopyWatch,
-    RestoreProgress, Tls, Uri,
+    PrefetchProgress, RestoreProgress, Tls, Uri,
 };
 
 /// Longest time that the machine's owner may take for a command.
@@ -56,6 +56,8 @@ pub(crate) enum Order {
     DirtyRate(DirtyRateRequest),
     Plan(Box<PlanRequest>),
     Branch(BranchRequest),
+    /// End the recording of the working set.
+    EndRecording,
     /// Check whether the guest has ended, or the process must end.
     Look,
     /// Limit the dirty rate of a vCPU, or of each vCPU, in bytes per second.
@@ -63,6 +65,23 @@ pub(crate) enum Order {
         cpu: Option<usize>,
         limit: Option<f64>,
     },
+}
+
+impl Order {
+    /// Returns whether the order protects, copies or replaces the memory of the guest.
+    pub(crate) fn uses_memory(&self) -> bool {
+        match self {
+            Self::Migrate(_) | Self::Snapshot(_) | Self::DirtyRate(_) | Self::Plan(_) | Self::Branch(_) => {
+                true
+            }
+            Self::Pause
+            | Self::Resume
+            | Self::Recover { .. }
+            | Self::EndRecording
+            | Self::Look
+            | Self::Limit { .. } => false,
+        }
+    }
 }
 
 /// An order, and the channel for its answer: an empty object, unless the order asks for a value.
@@ -106,8 +125,8 @@ pub(crate) struct Migration {
     goes_over: bool,
 }
 
-/// Function that returns the progress of a restore.
-type Watch = Box<dyn Fn() -> RestoreProgress + Send + Sync>;
+/// Function that returns the progress of a restore, or of a prefetch.
+type Watch<T> = Box<dyn Fn() -> T + Send + Sync>;
 
 /// State that all threads of a `run` share.
 pub(crate) struct RunContext {
@@ -153,7 +172,9 @@ pub(crate) struct RunContext {
     /// Missing pages of a guest that runs before its memory is complete.
     postcopy: Mutex<Option<PostcopyWatch>>,
     /// Progress of the restore of a guest that already runs.
-    restore: Mutex<Option<Watch>>,
+    restore: Mutex<Option<Watch<RestoreProgress>>>,
+    /// Progress of the prefetch of a working set.
+    prefetch: Mutex<Option<Watch<PrefetchProgress>>>,
     orders: SyncSender<PendingOrder>,
     /// Sockets for migrations that were passed to this process.
     pub(crate) descriptors: Descriptors,
@@ -217,6 +238,7 @@ impl RunContext {
             received: Mutex::default(),
             postcopy: Mutex::default(),
             restore: Mutex::default(),
+            prefetch: Mutex::default(),
             orders,
             descriptors,
             sandbox: args.sandbox.clone(),
@@ -263,6 +285,14 @@ impl RunContext {
 
     pub(crate) fn set_restore(&self, watch: impl Fn() -> RestoreProgress + Send + Sync + 'static) {
         *lock(&self.restore) = Some(Box::new(watch));
+    }
+
+    pub(crate) fn set_prefetch(&self, watch: impl Fn() -> PrefetchProgress + Send + Sync + 'static) {
+        *lock(&self.prefetch) = Some(Box::new(watch));
+    }
+
+    pub(super) fn prefetch(&self) -> Option<PrefetchProgress> {
+        lock(&self.prefetch).as_ref().map(|watch| watch())
     }
 
     /// Returns the address at which a target waits for its guest.
@@ -461,6 +491,7 @@ impl RunContext {
             "dirty-rate" => return self.order(Order::DirtyRate(fit(arguments)?)),
             "plan" => return self.order(Order::Plan(fit(arguments)?)),
             "branch" => return self.order(Order::Branch(fit(arguments)?)),
+            "record-end" => return self.order(Order::EndRecording),
             _ => bail!("there is no command '{command}'"),
         }
         Ok(json!({}))

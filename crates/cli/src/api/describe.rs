@@ -132,6 +132,7 @@ impl RunContext {
             "incoming": self.incoming(),
             "received": self.received(),
             "restore": self.restore(),
+            "prefetch": self.prefetch(),
             "guest": stats,
             "disks": self.probe.kvm().map(crate::disk::describe),
             "net": self.probe.kvm().map(crate::net::describe),

@@ -56,6 +56,7 @@ const COMMANDS: &[Command] = &[
     in_band("x-vmferry-plan"),
     in_band("x-vmferry-powerdown"),
     in_band("x-vmferry-quit"),
+    in_band("x-vmferry-record-end"),
     in_band("x-vmferry-recover"),
     in_band("x-vmferry-resume"),
     in_band("x-vmferry-snapshot"),

@@ -209,6 +209,14 @@ pub(crate) fn simple(path: &Path, command: &str) -> Result<Status> {
     Ok(Status::Done)
 }
 
+/// Ends the recording of a working set, and prints its size.
+pub(crate) fn record(args: &ApiArgs) -> Result<Status> {
+    let answer = Client::connect(&args.api)?.call("record-end", json!({}))?;
+    let file = answer["file"].as_str().unwrap_or_default();
+    println!("{} pages are in {}", answer["pages"], vmferry_client::printable(file));
+    Ok(Status::Done)
+}
+
 /// Prints the state of the guest and its migration.
 pub(crate) fn status(args: &ApiArgs) -> Result<Status> {
     let status = Client::connect(&args.api)?.call("status", json!({}))?;

@@ -43,6 +43,8 @@ pub(super) const BRANCH: &str = examples! {
     "vmferry branch --api vm.sock --count 4 --api-dir children"
     "# Control the first child"
     "vmferry status --api children/0.sock"
+    "# Give each child a copy of the disks, on the same file system"
+    "vmferry branch --api vm.sock --count 4 --api-dir children --disk-overlay /srv/disks"
 };
 
 pub(super) const MIGRATE: &str = examples! {
@@ -66,6 +68,14 @@ pub(super) const SNAPSHOT: &str = examples! {
     "  --verify"
     "# Run the copy, which gets a new identity"
     "vmferry run --memory 4G --incoming file:vm.saved"
+};
+
+pub(super) const RECORD: &str = examples! {
+    "# Record the pages that the guest uses after its start"
+    "vmferry run --memory 4G --from vm.saved --shared --record vm.pages --api vm.sock"
+    "vmferry record --api vm.sock"
+    "# Bring these pages in when the next guest starts"
+    "vmferry run --memory 4G --from vm.saved --shared --prefetch vm.pages"
 };
 
 pub(super) const UPGRADE: &str = examples! {

@@ -1,5 +1,6 @@
 //! Processes of the children, as the command sees them.
 
+use super::overlay::Overlays;
 use super::{LONGEST_LINE, PATIENCE, READY, ms};
 use crate::successor::SuccessorArguments;
 use anyhow::{Context, Result, bail};
@@ -43,9 +44,9 @@ pub(super) struct Children {
 }
 
 impl Children {
-    /// Starts `count` processes with these arguments and these taps.
+    /// Starts `count` processes with these arguments, these taps and these disks.
     pub(super) fn start(
-        (arguments, nets): (&SuccessorArguments, &[String]),
+        (arguments, nets, overlays): (&SuccessorArguments, &[String], &Overlays),
         folder: &Path,
         count: u32,
         began: Instant,
@@ -53,7 +54,7 @@ impl Children {
         let program = std::env::current_exe().context("cannot find the program vmferry")?;
         let mut children = Self { all: Vec::new(), began };
         for index in 0..count {
-            let arguments = with_nets(arguments, nets, index);
+            let arguments = overlays.with_disks(with_nets(arguments, nets, index), index as usize);
             let started = Started::start(arguments, &program, folder, index)
                 .with_context(|| format!("cannot start child {index}"))?;
             children.all.push(started);

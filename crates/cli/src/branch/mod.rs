@@ -6,15 +6,17 @@
 //!
 //! | step | parent | command | child |
 //! |---|---|---|---|
-//! | 1 | prepares its memory while the guest runs | starts the children | builds its VM |
+//! | 1 | prepares its memory while the guest runs | passes files for the disks, starts the children | builds its VM |
 //! | 2 | | waits for all children | sends `READY` |
 //! | 3 | | sends `READY` to the parent | |
 //! | 4 | pauses the guest, takes the branch point, resumes the guest | | |
-//! | 5 | sends the branch point | passes it to each child | maps the memory, starts the guest |
+//! | 5 | sends the branch point | copies the disks for further children, passes the point to each child | maps the memory, starts the guest |
 //! | 6 | seals the files, sends a line of JSON | waits for all | sends a line of JSON |
 
 mod child;
 mod children;
+mod files;
+mod overlay;
 mod parent;
 
 pub(crate) use child::{arrive, ready};
@@ -26,6 +28,7 @@ use crate::{Status, output};
 use anyhow::{Context, Result, bail, ensure};
 use children::Children;
 use clap::Args;
+use overlay::Overlays;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -71,6 +74,15 @@ pub(crate) struct BranchArgs {
     /// reads when it starts next.
     #[arg(long = "net", value_name = "tap=NAME|none", value_parser = child_net)]
     pub(crate) nets: Vec<String>,
+    /// Folder for copy-on-write copies of the disks (needs reflinks)
+    ///
+    /// Child I gets the file DIR/I.diskN as its disk number N. The file has the content of the
+    /// parent's disk at the instant of the branch. The folder must be on the file system of the
+    /// disks, which must have reflinks, such as btrfs or XFS. Read-only disks are not copied.
+    /// Without the option, a guest with a disk that it can write to is not branched. The command
+    /// creates the folder if it does not exist, and replaces no file.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) disk_overlay: Option<PathBuf>,
     /// Write the result as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -84,11 +96,17 @@ pub(crate) fn branch(args: &BranchArgs) -> Result<Status> {
     let start = StartArguments::ask(&mut client)?;
     let arguments = arguments(&start, args)?;
     let folder = folder(&args.api_dir)?;
-    let parent = ask(&mut client)?;
+    // Dropped after the children, which have the files open.
+    let overlays = match &args.disk_overlay {
+        Some(folder) => Overlays::create(&arguments, folder, args.count)?,
+        None => Overlays::default(),
+    };
+    let parent = ask(&mut client, overlays.count())?;
+    overlays.pass(parent.as_fd())?;
     // The parent prepares its memory while the children start. If a child fails, the parent notices
     // the end of this connection.
     let mut parent = BufReader::new(parent);
-    let mut children = Children::start((&arguments, &args.nets), &folder, args.count, began)?;
+    let mut children = Children::start((&arguments, &args.nets, &overlays), &folder, args.count, began)?;
     children.wait_until_ready()?;
     // A parent that has refused the branch does not read any more, and has sent the reason.
     let _ = parent.get_ref().write_all(&[READY]);
@@ -101,10 +119,12 @@ pub(crate) fn branch(args: &BranchArgs) -> Result<Status> {
         bail!("the parent did not send a branch");
     }
     let point = BranchPoint::receive(parent.get_ref().as_fd()).context("cannot receive the branch")?;
+    overlays.spread()?;
     children.pass(&point.context("the process of the parent has ended")?)?;
     children.wait_until_running()?;
     let document = document(&children, figures(&mut parent)?, began.elapsed());
     children.leave();
+    overlays.keep();
     match &args.json {
         None => print(&document),
         Some(path) => {
@@ -115,18 +135,25 @@ pub(crate) fn branch(args: &BranchArgs) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// Asks the parent for a branch. Returns the connection over which the parent sends it.
-fn ask(client: &mut Client) -> Result<UnixStream> {
+/// Asks the parent for a branch with copies of `disks` disks. Returns the connection over which the
+/// parent sends it.
+fn ask(client: &mut Client, disks: usize) -> Result<UnixStream> {
     let (own, theirs) = UnixStream::pair().context("cannot create a pair of sockets")?;
     let name = format!("vmferry-branch-{}", std::process::id());
     client.pass(&name, theirs.as_fd())?;
     drop(theirs);
-    if let Err(error) = client.call("branch", json!({ "fd": name })) {
+    if let Err(error) = client.call("branch", request(&name, disks)) {
         // The parent does not have the descriptor any more if it began to use it.
         let _ = client.close(&name);
         return Err(error);
     }
     Ok(own)
+}
+
+/// Returns the arguments of the command `branch`. A parent of an older version does not know the
+/// number of disks, and is not asked for copies of none.
+fn request(name: &str, disks: usize) -> Value {
+    if disks == 0 { json!({ "fd": name }) } else { json!({ "fd": name, "disks": disks }) }
 }
 
 /// Reads the line with which the parent ends a branch: the times, or the reason of a failure.

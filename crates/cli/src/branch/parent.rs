@@ -1,6 +1,6 @@
 //! Branch in the process of the parent.
 
-use super::{FAILED, POINT, READY, ms, tell};
+use super::{FAILED, POINT, READY, files, ms, tell};
 use crate::advice;
 use crate::api::{GuestPlace, RunContext};
 use crate::guest::Machine;
@@ -21,6 +21,9 @@ const CHILDREN: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 pub(crate) struct BranchRequest {
     /// Name of the passed Unix socket over which the branch point is sent.
     fd: String,
+    /// Number of files for copies of the disks, which the client passes over the socket first.
+    #[serde(default)]
+    disks: usize,
 }
 
 /// Branches the guest. The client gets its answer when the branch has begun, and the result over
@@ -41,7 +44,10 @@ pub(crate) fn order(
             return;
         }
     };
-    if let Err(error) = perform(machine, shared, &socket) {
+    let done = perform(machine, shared, request, &socket);
+    // A later branch must not change the disks of these children.
+    machine.set_disk_copies(Vec::new());
+    if let Err(error) = done {
         tracing::warn!("a branch failed: {error:#}");
         let line = format!("{}\n", json!({ "error": advice::told(&error) }));
         // A client that has ended does not need the reason.
@@ -56,7 +62,15 @@ fn take(shared: &RunContext, request: &BranchRequest) -> Result<OwnedFd> {
 }
 
 /// Branches the guest, and sends the branch point and the times over `socket`.
-fn perform(machine: &mut Machine, shared: &RunContext, socket: &OwnedFd) -> Result<()> {
+fn perform(
+    machine: &mut Machine,
+    shared: &RunContext,
+    request: &BranchRequest,
+    socket: &OwnedFd,
+) -> Result<()> {
+    if request.disks > 0 {
+        machine.set_disk_copies(files::receive(socket.as_fd(), request.disks)?);
+    }
     let mut branched = match branch(machine.source(), &mut || await_children(socket.as_fd())) {
         Err(error @ BranchError::NotResumed(_)) => {
             shared.record_guest(GuestPlace::Paused);
@@ -72,6 +86,7 @@ fn perform(machine: &mut Machine, shared: &RunContext, socket: &OwnedFd) -> Resu
         "prepare_ms": ms(branched.prepare),
         "pause_ms": ms(branched.pause),
         "save_ms": ms(branched.save),
+        "disks_ms": ms(branched.disks),
         "copy_ms": ms(branched.copy),
         "freeze_ms": ms(branched.freeze),
         "copied_pages": branched.copied_pages,

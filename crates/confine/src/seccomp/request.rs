@@ -119,6 +119,10 @@ pub(super) const BLOCK: &[u64] = &[
     io(0x12, 119),  // BLKDISCARD
     io(0x12, 127),  // BLKZEROOUT
 ];
+/// Requests that make one open file a copy-on-write copy of another.
+pub(super) const CLONE_FILE: &[u64] = &[
+    iow(0x94, 9), // FICLONE
+];
 /// Requests of tap devices.
 pub(super) const TAP: &[u64] = &[
     iow(0x54, 208), // TUNSETOFFLOAD

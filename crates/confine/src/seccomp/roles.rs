@@ -445,6 +445,8 @@ fn owner() -> Policy {
             request::UNREAD_BYTES,
             // The state of an arriving guest has the features that its network driver negotiated.
             request::TAP,
+            // The disks of a guest that is branched are copied into files that a client has passed.
+            request::CLONE_FILE,
         ]))
         .any(OWNER)
         .any(READS)

@@ -4,7 +4,8 @@
 //! # Steps
 //! 1. [`branch`] finds the files with the parent's memory while the guest runs, and waits until the
 //!    children are ready.
-//! 2. It pauses the guest, saves the device state, and maps the memory privately
+//! 2. It pauses the guest, saves the device state, copies the disks
+//!    ([`SourceVm::copy_disks`]), and maps the memory privately
 //!    ([`Migratable::adopt_memory`](vmferry_core::Migratable::adopt_memory)). From that instant on,
 //!    a write of the guest copies the page, and the files keep the memory of the instant.
 //! 3. It resumes the guest, and returns the [`BranchPoint`]: the files and the device state.
@@ -95,6 +96,8 @@ pub struct Branched {
     pub pause: Duration,
     /// Part of `pause` that quiescing the devices and saving their state took.
     pub save: Duration,
+    /// Part of `pause` that copying the disks took.
+    pub disks: Duration,
     /// Part of `pause` that copying the last pages took. It is 0 for the first branch of a guest.
     pub copy: Duration,
     /// Part of `pause` that mapping the memory privately took.
@@ -160,10 +163,10 @@ pub fn branch(
         take(vm, &mut base).map(|taken| (prepare, taken))
     });
     let (copied_pages, entries) = base.end();
-    let (prepare, Taken { sections, regions, mut retired, pause, save, copy, freeze }) = result?;
+    let (prepare, Taken { sections, regions, mut retired, pause, save, disks, copy, freeze }) = result?;
     retired.append(entries);
     let point = BranchPoint::new(id, (&vm.config(), vm.memory().layout()), &sections, regions)?;
-    Ok(Branched { point, prepare, pause, save, copy, freeze, copied_pages, retired })
+    Ok(Branched { point, prepare, pause, save, disks, copy, freeze, copied_pages, retired })
 }
 
 /// Origin of the files that hold the memory of the instant.
@@ -221,6 +224,7 @@ struct Taken {
     retired: RetiredMemory,
     pause: Duration,
     save: Duration,
+    disks: Duration,
     copy: Duration,
     freeze: Duration,
 }
@@ -247,6 +251,10 @@ fn take_paused(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchEr
     let paused = Instant::now();
     let sections = save(vm, QUIESCE).map_err(BranchError::Refused)?;
     let saved = Instant::now();
+    // The requests of the guest are quiesced and flushed, so the disks have the content that the
+    // saved state expects.
+    vm.copy_disks().map_err(BranchError::Refused)?;
+    let disks = saved.elapsed();
     // Saving the state may have written guest memory.
     let regions = base.complete()?;
     let copied = Instant::now();
@@ -263,7 +271,8 @@ fn take_paused(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchEr
         retired,
         pause: Duration::ZERO,
         save: saved - paused,
-        copy: copied - saved,
+        disks,
+        copy: (copied - saved).saturating_sub(disks),
         freeze: copied.elapsed(),
     })
 }
@@ -279,25 +288,28 @@ fn take_paused(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchEr
 pub fn join_branch(vm: &mut dyn TargetVm, point: &BranchPoint) -> Result<Received, BranchError> {
     let (id, sections) = point.open(vm)?;
     let new = MigrationId(random()?);
-    let load = start_shared(vm, point.regions(), &sections).map_err(RestoreError::Vm)?;
+    let (load, ()) = start_shared(vm, point.regions(), &sections, |_| Ok(())).map_err(RestoreError::Vm)?;
     Ok(received(new, id, "branch".to_owned(), load))
 }
 
 /// Lets the guest with the device state `sections` run in `vm`, with `regions` as its memory and a
-/// new identity. Returns the time that loading the state took.
-pub(crate) fn start_shared(
+/// new identity. Calls `mapped` when the memory is mapped and not yet used. Returns the time that
+/// loading the state took, and the result of `mapped`.
+pub(crate) fn start_shared<T>(
     vm: &mut dyn TargetVm,
     regions: &[RegionFile],
     sections: &[Section],
-) -> Result<Duration, VmError> {
+    mapped: impl FnOnce(&mut dyn TargetVm) -> Result<T, VmError>,
+) -> Result<(Duration, T), VmError> {
     // The memory was empty, so there is little to unmap.
     drop(vm.adopt_memory(regions)?);
+    let mapped = mapped(vm)?;
     let began = Instant::now();
     vm.load(sections)?;
     vm.renew_identity()?;
     let load = began.elapsed();
     vm.start(RunState::Running)?;
-    Ok(load)
+    Ok((load, mapped))
 }
 
 /// Returns the report of a guest with the id `id` that continues from `copy_of`.

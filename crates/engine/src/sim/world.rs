@@ -284,8 +284,8 @@ impl World {
         self.source.settings.mode == MigrationMode::Local
     }
 
-    /// Checks that the memory which is handed over has not changed since the device state was saved.
-    /// The guest is about to run.
+    /// Checks that the memory which is handed over has not changed since the device state was
+    /// saved. The guest is about to run.
     pub(super) fn thaw(&mut self) {
         if let Some(frozen) = self.frozen.take() {
             let same = frozen == self.memory.pages;

@@ -31,8 +31,8 @@ pub struct Merged {
 /// file at `into`. The files that are merged stay as they are.
 ///
 /// The new file is complete. It stands for the same instant of the guest and has the same id as the
-/// snapshot at `path`. Therefore, if it is given the name of that file, increments that are based on
-/// that file can be restored with it.
+/// snapshot at `path`. Therefore, if it is given the name of that file, increments that are based
+/// on that file can be restored with it.
 ///
 /// All pages are compared with their digests. The new file gets its name when all of it has reached
 /// the disk. Returns `None` soon after `cancelled` becomes true, and leaves no file then.

@@ -33,6 +33,7 @@ mod restore;
 mod save;
 mod shared;
 mod shares;
+mod working_set;
 mod write;
 
 pub use background::{PauseHook, SnapshotSettings, snapshot_background};
@@ -42,7 +43,8 @@ pub use open::{RestoreError, snapshot_bases};
 pub use progress::{FillState, RestoreProgress};
 pub use restore::restore;
 pub use save::{save, save_copy};
-pub use shared::restore_shared;
+pub use shared::{SharedRestore, SharedSettings, restore_shared, restore_shared_with};
+pub use working_set::{PrefetchProgress, read_working_set};
 
 use crate::{MigrateError, random};
 use open::SnapshotPages;

@@ -14,6 +14,9 @@ pub const DENSITY_GOAL_GIB: f64 = 1.0 + 32.0 * 0.06;
 /// Name of the group of cases with many children.
 const DENSITY: &str = "density";
 
+/// Name of the group of cases that start from a snapshot which is not in the page cache.
+const COLD: &str = "cold";
+
 /// Columns of the table of one child.
 const ONE: &[Column] = &[
     ("pause ms", "pause_ms", 2, true),
@@ -21,6 +24,10 @@ const ONE: &[Column] = &[
     ("total ms", "total_ms", 1, true),
     ("speed kept", "guest_speed_kept", 2, true),
 ];
+
+/// Columns of the table of starts from a cold snapshot.
+const FROM_COLD: &[Column] =
+    &[("guest runs ms", "child_runs_ms", 1, true), ("working set used ms", "set_used_ms", 0, true)];
 
 /// Columns of the table of many children.
 const MANY: &[Column] = &[
@@ -53,8 +60,9 @@ fn tables(document: &Document) -> Vec<TextTable> {
         TextTable { title, head: head(columns), rows: ran.map(|case| cells(case, columns)).collect() }
     };
     let mut all = vec![
-        table("One child", ONE, |group| group != DENSITY),
+        table("One child", ONE, |group| group != DENSITY && group != COLD),
         table("Many children", MANY, |group| group == DENSITY),
+        table("Start from a cold snapshot", FROM_COLD, |group| group == COLD),
         by_memory::growth(document, &[("KVM guest, branch", "")]),
         TextTable { title: "Goals", head: GOALS.into(), rows: tables::goals(document) },
     ];

@@ -189,6 +189,13 @@ impl RawFile {
         whole.map_err(|source| DiskError::Flush { path: self.path.clone(), source })
     }
 
+    /// Makes `copy` a copy-on-write copy of this disk (ioctl_ficlone(2)). The kernel first writes
+    /// out the cached data of this disk.
+    pub(super) fn copy(&self, copy: &File) -> Result<(), DiskError> {
+        rustix::fs::ioctl_ficlone(copy, &self.file)
+            .map_err(|error| DiskError::Copy { path: self.path.clone(), source: error.into() })
+    }
+
     pub(super) fn late(&self) -> &UnfinishedFlush {
         &self.late
     }

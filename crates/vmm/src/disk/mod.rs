@@ -7,7 +7,8 @@
 //! | `ahead` | writing out ahead of the pause of a migration |
 //! | `flush` | writing out in that pause |
 //!
-//! A migration does not copy disks. They are on storage that both hosts reach.
+//! A migration does not copy disks. They are on storage that both hosts reach. A branch of a guest
+//! gets copy-on-write copies of its disks ([`copy`]).
 
 mod ahead;
 mod file;
@@ -26,6 +27,7 @@ pub(crate) use ahead::WithWriteAhead;
 use file::RawFile;
 pub(crate) use flush::sync;
 use rustix::event::EventfdFlags;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -107,6 +109,15 @@ pub enum DiskError {
         #[source]
         source: io::Error,
     },
+    /// The disk cannot be copied without copying its content.
+    #[error("cannot make a copy-on-write copy of the disk {}: {source}; {}", .path.display(), copy_advice(source))]
+    Copy {
+        /// Path of the disk.
+        path: PathBuf,
+        /// Error of the system call.
+        #[source]
+        source: io::Error,
+    },
     /// The flush did not end in time, so it is unknown whether all data is on the storage.
     #[error(
         "the disk {} did not take in time what the guest has written to it: move the guest when it writes less, or when the storage is \
@@ -117,6 +128,19 @@ pub enum DiskError {
         /// Path of the disk.
         path: PathBuf,
     },
+}
+
+/// Returns the action to take after a copy has failed with `error`.
+fn copy_advice(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EXDEV) => "place the copy on the file system of the disk",
+        Some(libc::ENOSPC | libc::EDQUOT) => "free space on the file system of the disk",
+        // A file system without reflinks returns one of these errors.
+        Some(libc::EOPNOTSUPP | libc::ENOTTY | libc::EINVAL | libc::ENOSYS) => {
+            "place the disk on btrfs, or on XFS with reflinks, or take a snapshot of its volume"
+        }
+        _ => "check the file system of the disk",
+    }
 }
 
 /// Status of a disk.
@@ -216,6 +240,11 @@ impl VmDisk {
         format!("{} bytes, {mode}", self.file.size())
     }
 
+    /// Returns true if the guest cannot write to the disk.
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
     pub(crate) fn status(&self) -> DiskStatus {
         DiskStatus {
             path: self.file.path().to_owned(),
@@ -291,6 +320,20 @@ pub(crate) fn give_up(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
         all = all.and(disk.file.give_up());
     }
     all
+}
+
+/// Makes `copies` copy-on-write copies of those of `disks` that the guest can write to, in their
+/// order. The content that the files had is lost.
+///
+/// The copies have all writes that were done before the call. If the guest is paused and its
+/// requests are quiesced, they have the content of one instant.
+///
+/// # Errors
+/// Returns an error if a disk cannot be copied, for example because its file system has no
+/// reflinks. Some files may have been changed.
+pub(crate) fn copy(disks: &[VmDisk], copies: &[File]) -> std::result::Result<(), DiskError> {
+    let writable = disks.iter().filter(|disk| !disk.read_only);
+    writable.zip(copies).try_for_each(|(disk, copy)| disk.file.copy(copy))
 }
 
 /// Records that the guest was ended. Threads that still work on its requests write nothing.

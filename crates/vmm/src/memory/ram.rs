@@ -389,6 +389,10 @@ impl GuestMemory for GuestRam {
         let ram = self.region(region).filter(|_| self.prealloc == Prealloc::Auto);
         ram.is_some_and(|ram| vmferry_dirty::populate(&ram.mapped(), run).is_ok())
     }
+
+    fn map_pages(&self, region: RegionId, run: PageRun) -> bool {
+        self.region(region).is_some_and(|ram| vmferry_dirty::map_pages(&ram.mapped(), run).is_ok())
+    }
 }
 
 /// Allocates all memory of `regions`. Returns a note if the kernel cannot.

@@ -20,6 +20,7 @@ use crate::options::VmOptions;
 use crate::vcpu::{Command, Exit, PATIENCE, Throttle, Vcpu};
 use make::{create_vcpus, spawn_vcpus};
 use state::Pristine;
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::RunState;
@@ -101,6 +102,8 @@ pub struct Vm {
     generation: GenerationId,
     /// True if a copy gets other addresses than its original's.
     new_macs: bool,
+    /// Files that become copies of the disks at a branch.
+    disk_copies: Vec<File>,
     notes: Vec<String>,
 }
 
@@ -151,6 +154,7 @@ impl Vm {
             pristine: None,
             generation: GenerationId::random()?,
             new_macs: options.new_macs,
+            disk_copies: Vec::new(),
             notes,
         })
     }

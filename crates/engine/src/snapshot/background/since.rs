@@ -1,8 +1,8 @@
 //! Base of an increment: the snapshot with whose pages those of the guest are compared.
 //!
-//! A page is not written if the base has a page with the same digest, and reading that page from the
-//! file of the base gives the same bytes. The digest alone does not suffice: it has 64 bits and is
-//! not cryptographic, so a guest could make two pages with one digest. A page of the base that
+//! A page is not written if the base has a page with the same digest, and reading that page from
+//! the file of the base gives the same bytes. The digest alone does not suffice: it has 64 bits and
+//! is not cryptographic, so a guest could make two pages with one digest. A page of the base that
 //! cannot be read, or that is damaged, counts as different, and is written.
 
 use super::copies::Block;
