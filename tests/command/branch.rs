@@ -321,13 +321,13 @@ fn recording_ends_with_its_time_and_with_the_guest() {
     ended.quit();
     assert!(is_complete("all"));
     if can_track() {
-        // A snapshot protects the memory, which the recording uses, too.
-        let saved = run("saved", &["--record", &folder.path("before")]);
-        saved.goes_on();
-        let output = vmferry(&["snapshot", "--api", &saved.api, &format!("file:{}", folder.path("later"))]);
-        assert_eq!(code(&output), 0, "{output:?}");
+        // The tracker of a branch protects the memory, which the recording uses, too.
+        let branched = run("branched", &["--record", &folder.path("before")]);
+        branched.goes_on();
+        let (all, _) = children(&branch(&branched, 1, &folder, "children"));
         assert!(is_complete("before"));
-        saved.whole();
+        all[0].whole();
+        branched.whole();
     }
 }
 

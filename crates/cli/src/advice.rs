@@ -9,7 +9,7 @@ use vmferry_client::Unreachable;
 use vmferry_confine::{ConfineError, JailError};
 use vmferry_control::ClientError;
 use vmferry_core::VmError;
-use vmferry_engine::{MigrateError, Uri};
+use vmferry_engine::{BranchError, MigrateError, Uri};
 
 /// A failure state with its advice. In `text`, `WHY` stands for the cause and `URI` for the address
 /// of the target.
@@ -196,6 +196,9 @@ fn options(error: &(dyn Error + 'static)) -> Option<&'static str> {
     if let Some(error) = error.downcast_ref() {
         return of_vmm(error);
     }
+    if let Some(BranchError::Refused(error)) = error.downcast_ref() {
+        return of_wrapped(error);
+    }
     if let Some(vmferry_process::Error::Populate(_)) = error.downcast_ref() {
         return Some(MEMORY_IN_ADVANCE);
     }
@@ -335,6 +338,9 @@ mod tests {
         }
         let limit = Err::<(), _>(rings()).context("a limit needs dirty rings").unwrap_err();
         assert!(told(&limit).ends_with("(--dirty-ring 4096)"), "{limit:#}");
+        let disk = VmError::new(vmferry_vmm::Error::SharedDisk { path: "a.img".into() });
+        let branch = told(&BranchError::Refused(disk).into());
+        assert!(branch.ends_with("(branch --disk-overlay DIR)"), "{branch}");
         let jail = told(&ConfineError::from(JailError::StaysRoot).into());
         assert!(jail.contains("must not be root") && jail.ends_with("(--uid and --gid)"), "{jail}");
         let plain = MigrateError::NotLoopback { uri: uri.to_string() };

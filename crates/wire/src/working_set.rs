@@ -148,13 +148,13 @@ impl WorkingSet {
         if bytes.is_empty() {
             return Err(WorkingSetError::Empty);
         }
-        if bytes.len() > MAX_WORKING_SET_BYTES {
-            return Err(WorkingSetError::TooLarge);
-        }
         let mut magic = [0; MAGIC.len()];
         magic.iter_mut().zip(bytes).for_each(|(to, byte)| *to = *byte);
         if magic != MAGIC {
             return Err(WorkingSetError::Foreign(magic));
+        }
+        if bytes.len() > MAX_WORKING_SET_BYTES {
+            return Err(WorkingSetError::TooLarge);
         }
         if bytes.len() < FIXED_BYTES + SUM_BYTES {
             return Err(WorkingSetError::Length { has: bytes.len(), runs: 0 });
@@ -274,6 +274,46 @@ mod tests {
         let mut newer = bytes.clone();
         newer[8] = 2;
         assert_eq!(WorkingSet::decode(&newer), Err(WorkingSetError::Version(2)));
+    }
+
+    #[test]
+    fn sets_with_a_valid_checksum_are_checked() {
+        let mut accepted = 0;
+        for seed in 0..20_000_u64 {
+            // A generator of numbers is enough: each number becomes one run.
+            let mut next = seed;
+            let mut number = || {
+                next = next.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                next >> 33
+            };
+            let mut bytes = WorkingSet::new(ID).encode();
+            bytes.truncate(FIXED_BYTES);
+            let runs = number() % 4;
+            bytes[32..40].copy_from_slice(&runs.to_le_bytes());
+            for _ in 0..runs {
+                let pages = u32::try_from(number() % 40).unwrap();
+                bytes.extend(u32::try_from(number() % 4).unwrap().to_le_bytes());
+                bytes.extend(pages.to_le_bytes());
+                bytes.extend((number() % 110).to_le_bytes());
+            }
+            bytes.extend(crc(&bytes).to_le_bytes());
+            let set = WorkingSet::decode(&bytes).unwrap();
+            let mut named = std::collections::BTreeSet::new();
+            let valid = set.runs().iter().all(|(region, run)| {
+                let have = layout().region(*region).map_or(0, Region::pages);
+                run.count > 0 && run.range().all(|page| page < have && named.insert((region.0, page)))
+            });
+            assert_eq!(set.check(ID, &layout()).is_ok(), valid, "{set:?}");
+            accepted += u32::from(valid);
+        }
+        assert!(accepted > 1000, "{accepted}");
+    }
+
+    #[test]
+    fn larger_sets_than_the_format_allows_are_refused() {
+        let mut bytes = set(&[]).encode();
+        bytes.resize(MAX_WORKING_SET_BYTES + 1, 0);
+        assert_eq!(WorkingSet::decode(&bytes), Err(WorkingSetError::TooLarge));
     }
 
     #[test]

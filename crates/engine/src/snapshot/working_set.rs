@@ -459,6 +459,6 @@ mod tests {
         let missing = read_working_set(Path::new(&folder.path("none"))).unwrap_err();
         assert!(matches!(missing, MigrateError::File { .. }), "{missing}");
         let endless = read_working_set(Path::new("/dev/zero")).unwrap_err();
-        assert!(endless.to_string().contains("more than"), "{endless}");
+        assert!(endless.to_string().contains("not a working set"), "{endless}");
     }
 }

@@ -5,8 +5,8 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use vmferry_core::PageDigest;
 use vmferry_engine::{
-    BranchError, BranchPoint, Branched, Migratable, RunState, SourceVm, TargetVm, VmError, branch,
-    join_branch, restore_shared, save_copy,
+    BranchError, BranchPoint, Branched, Migratable, MigrateError, RunState, SharedSettings, SourceVm,
+    TargetVm, VmError, WorkingSetError, branch, join_branch, restore_shared, restore_shared_with, save_copy,
 };
 use vmferry_guest_abi::State;
 use vmferry_process::{ProcessGuest, ProcessOptions};
@@ -193,6 +193,47 @@ fn child_can_be_saved_and_snapshot_is_shared_by_guests() {
     let mut last = ProcessGuest::new_incoming(options()).unwrap();
     let error = restore_shared(&mut last, path).unwrap_err().to_string();
     assert!(error.contains("chmod go-w"), "{error}");
+}
+
+#[test]
+fn working_set_of_one_guest_is_brought_in_for_the_next() {
+    let mut parent = parent();
+    let folder = Folder::new();
+    let (path, other) = (folder.file("one"), folder.file("other"));
+    for path in [&path, &other] {
+        let report = save_copy(&mut parent, path, &vmferry_engine::MigrationHandle::new()).unwrap();
+        assert_eq!(report.outcome.as_deref(), Some("completed"), "{:?}", report.error);
+    }
+    let restored = |path: &std::path::Path, change: &dyn Fn(&mut SharedSettings)| {
+        let (mut guest, mut settings) =
+            (ProcessGuest::new_incoming(options()).unwrap(), SharedSettings::default());
+        change(&mut settings);
+        restore_shared_with(&mut guest, path, settings).map(|restore| (guest, restore))
+    };
+    let (first, mut restore) = restored(&path, &|settings| settings.record = true).unwrap();
+    let began = writes(&first);
+    wait("writes of the guest", || writes(&first) > began + 200);
+    let set = restore.finish_recording().unwrap().unwrap();
+    assert!(restore.finish_recording().unwrap().is_none(), "the recording has ended");
+    assert!(restore.watch_prefetch().is_none());
+    let all = first.memory().layout().pages();
+    assert!((50..all).contains(&set.pages()), "{} of {all}", set.pages());
+    whole(&first, "a recorded guest");
+
+    let (second, restore) = restored(&path, &|settings| settings.prefetch = Some(set.clone())).unwrap();
+    let watch = restore.watch_prefetch().unwrap();
+    wait("the prefetch", || watch().ended);
+    assert_eq!(watch().brought, set.pages());
+    whole(&second, "a guest with a prefetch");
+    // The guest continues when the value is dropped.
+    let (third, restore) = restored(&path, &|settings| settings.prefetch = Some(set.clone())).unwrap();
+    drop(restore);
+    whole(&third, "a guest whose prefetch was ended");
+
+    let refused = restored(&other, &|settings| settings.prefetch = Some(set.clone())).err().unwrap();
+    let MigrateError::WorkingSet { source: WorkingSetError::OtherSnapshot { .. }, .. } = refused else {
+        panic!("{refused}")
+    };
 }
 
 #[test]
