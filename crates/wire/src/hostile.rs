@@ -5,8 +5,8 @@
 
 use crate::{
     CONTROL_HEADER_BYTES, Content, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES,
-    Hello, HelloReply, MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_SEGMENTS, REQUEST_BYTES, Request,
-    SNAPSHOT_HEADER_BYTES, ToSource, ToTarget, crc, decode_control, encode_control, negotiate,
+    Hello, HelloReply, MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_SEGMENTS, MigrationId, REQUEST_BYTES, Request,
+    SNAPSHOT_HEADER_BYTES, ToSource, ToTarget, WorkingSet, crc, decode_control, encode_control, negotiate,
 };
 use serde::{Serialize, de::DeserializeOwned};
 use vmferry_core::{PAGE_BYTES, PageDigest};
@@ -31,8 +31,8 @@ fn block<const N: usize>(from: &[u8]) -> [u8; N] {
     block
 }
 
-/// Decodes `bytes` as a hello, as a reply and as a request, both unchanged and with correct magic
-/// and checksum.
+/// Decodes `bytes` as a hello, as a reply, as a request and as a working set, both unchanged and
+/// with correct magic and checksum.
 ///
 /// # Panics
 /// Panics if a decoded value differs after encoding and decoding it again.
@@ -60,6 +60,20 @@ pub fn drive_hello(bytes: &[u8]) {
         }
         if let Ok(read) = Request::decode(&request) {
             assert_eq!(Request::decode(&read.encode()), Ok(read));
+        }
+    }
+    drive_working_set(bytes);
+}
+
+fn drive_working_set(bytes: &[u8]) {
+    let mut mended = bytes.to_vec();
+    if mended.len() > 16 {
+        mended[..8].copy_from_slice(&WorkingSet::new(MigrationId([0; 16])).encode()[..8]);
+        seal(&mut mended);
+    }
+    for bytes in [bytes, &mended] {
+        if let Ok(set) = WorkingSet::decode(bytes) {
+            assert_eq!(WorkingSet::decode(&set.encode()).as_ref(), Ok(&set));
         }
     }
 }
