@@ -10,7 +10,8 @@
 //! 4. The command makes the old process end.
 //!
 //! Until the old process has sent the commit, a failure of either process or of this command leaves
-//! the guest in the old process. The new process then ends, because its sockets have ended.
+//! the guest in the old process. The new process then ends, because its sockets have ended. From
+//! step 2 on, the command ends the new process only if the old one reports that it keeps the guest.
 
 use crate::api::{Client, MigrateRequest};
 use crate::args::UpgradeArgs;
@@ -28,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use vmferry_control::Server;
+use vmferry_control::{ClientError, Server};
 use vmferry_engine::Uri;
 
 /// Interval at which the command checks whether the new process is ready.
@@ -73,7 +74,15 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<Status> {
     drop(ends);
     new.wait_until_ready(args, &stage)?;
     let ready = began.elapsed();
-    let mut report = hand_over(&mut old, sockets, &stage)?;
+    let mut report = match hand_over(&mut old, sockets, &stage) {
+        Ok(report) => report,
+        Err(NotHandedOver::Stays(error)) => return Err(error.context("the guest stays in the old process")),
+        Err(NotHandedOver::Unanswered(error)) => {
+            new.release();
+            output::print_message(&unanswered(&error, &args.api, new.pid()));
+            return Ok(Status::Unknown);
+        }
+    };
     let status = output::exit_status(&report);
     let _ = stage.ended.set(status);
     report["upgrade"] = json!({
@@ -82,9 +91,8 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<Status> {
         "ready_ms": ready.as_secs_f64() * 1e3,
     });
     match status {
-        Status::Done => new.release(),
-        // The new process may run the guest.
-        Status::Unknown => new.release(),
+        // If the owner is unknown, the new process may run the guest.
+        Status::Done | Status::Unknown => new.release(),
         _ => new.end(),
     }
     if status == Status::Done {
@@ -160,7 +168,7 @@ fn with_handed(arguments: SuccessorArguments, handed: &Handed) -> Result<Success
     })
 }
 
-/// New process, which is killed when this value is dropped before the guest was handed over.
+/// New process, which is killed when this value is dropped before it was released.
 struct NewProcess {
     child: Option<Child>,
     api: PathBuf,
@@ -210,11 +218,15 @@ impl NewProcess {
                 );
             }
             client = client.or_else(|| Client::connect(&self.api).ok());
-            if let Some(client) = &mut client {
-                let status = client.call("status", json!({}))?;
-                if status["vm"]["pid"] == self.pid && status["vm"]["incoming"].is_string() {
+            match client.as_mut().map(|client| client.call("status", json!({}))) {
+                Some(Ok(status))
+                    if status["vm"]["pid"] == self.pid && status["vm"]["incoming"].is_string() =>
+                {
                     return Ok(());
                 }
+                // The next turn reports whether the process has ended.
+                Some(Err(_)) => client = None,
+                Some(Ok(_)) | None => {}
             }
             if stage.interrupted.load(Ordering::Acquire) {
                 bail!("interrupted before the guest was handed over; it stays in the old process");
@@ -250,23 +262,51 @@ impl Drop for NewProcess {
     }
 }
 
+/// Reason why no report of the handoff is known.
+#[derive(Debug)]
+enum NotHandedOver {
+    /// The handoff has not begun and will not begin.
+    Stays(anyhow::Error),
+    /// The old process did not answer after it was told to begin.
+    Unanswered(anyhow::Error),
+}
+
 /// Makes the old process hand over the guest, and returns the report.
-fn hand_over(old: &mut Client, sockets: Vec<UnixStream>, stage: &Stage) -> Result<Value> {
+fn hand_over(
+    old: &mut Client,
+    sockets: Vec<UnixStream>,
+    stage: &Stage,
+) -> std::result::Result<Value, NotHandedOver> {
     let names: Vec<_> = (0..sockets.len()).map(|n| format!("upgrade-{}-{n}", std::process::id())).collect();
     for (name, socket) in names.iter().zip(&sockets) {
-        old.pass(name, socket.as_fd())?;
+        old.pass(name, socket.as_fd()).map_err(NotHandedOver::Stays)?;
     }
     // From now on, the old process alone has these ends.
     drop(sockets);
     let request = MigrateRequest { local: true, ..MigrateRequest::to(&Uri::Fd(names.clone()).to_string()) };
-    if let Err(error) = old.call("migrate", serde_json::to_value(request)?) {
+    let request = serde_json::to_value(request).map_err(|error| NotHandedOver::Stays(error.into()))?;
+    if let Err(error) = old.call("migrate", request) {
+        if !matches!(error.downcast_ref(), Some(ClientError::Refused(_))) {
+            return Err(NotHandedOver::Unanswered(error));
+        }
         for name in &names {
             let _ = old.close(name);
         }
-        return Err(error).context("the guest stays in the old process");
+        return Err(NotHandedOver::Stays(error));
     }
     stage.begun.store(true, Ordering::Release);
-    migrate::watch(old, None, &stage.interrupted, &mut |_| {})
+    migrate::watch(old, None, &stage.interrupted, &mut |_| {}).map_err(NotHandedOver::Unanswered)
+}
+
+/// Returns the message about an old process that did not answer with `error`.
+fn unanswered(error: &anyhow::Error, api: &Path, new: u32) -> String {
+    format!(
+        "the process that has the guest does not answer ({error:#}), so it is not known whether it hands the guest over to process {new}. End \
+         neither process before `vmferry status --api {}` or `vmferry status --api {}` reports the place `running`: the guest is in the \
+         process that reports it",
+        api.display(),
+        waiting_at(api).display()
+    )
 }
 
 /// Makes the old process end, and waits for its end.
@@ -304,4 +344,77 @@ fn conclude(
         ms("total_ms")
     ));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+    use vmferry_testkit::Folder;
+
+    /// Answer of a process to one command.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Answer {
+        Done,
+        Refused,
+        /// A line that is no answer.
+        Nonsense,
+        /// The process ends.
+        End,
+    }
+
+    /// Hands over the guest of a process that executes each command, except that it answers
+    /// `command` with `answer`.
+    fn handed_over(command: &str, answer: Answer) -> std::result::Result<Value, NotHandedOver> {
+        let folder = Folder::new();
+        let listener = UnixListener::bind(folder.file("api")).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let (mut socket, _) = listener.accept().unwrap();
+                writeln!(socket, "{}", json!({"QMP": {"version": {}, "capabilities": []}})).unwrap();
+                for line in BufReader::new(socket.try_clone().unwrap()).lines() {
+                    let Ok(line) = line else { return };
+                    let request: Value = serde_json::from_str(&line).unwrap();
+                    let own = request["execute"] == command;
+                    let id = &request["id"];
+                    let text = match if own { answer } else { Answer::Done } {
+                        Answer::Done => json!({"return": {}, "id": id}).to_string(),
+                        Answer::Refused => {
+                            json!({"error": {"class": "GenericError", "desc": "busy"}, "id": id}).to_string()
+                        }
+                        Answer::Nonsense => "nonsense".to_owned(),
+                        Answer::End => return,
+                    };
+                    writeln!(socket, "{text}").unwrap();
+                }
+            });
+            let mut old = Client::connect(&folder.file("api")).unwrap();
+            hand_over(&mut old, pairs().unwrap().0, &Stage::default())
+        })
+    }
+
+    #[test]
+    fn new_process_is_kept_unless_the_old_one_certainly_keeps_the_guest() {
+        for (command, answer) in [
+            ("getfd", Answer::Refused),
+            ("getfd", Answer::Nonsense),
+            ("getfd", Answer::End),
+            ("x-vmferry-migrate", Answer::Refused),
+        ] {
+            let result = handed_over(command, answer);
+            assert!(matches!(result, Err(NotHandedOver::Stays(_))), "{command} {answer:?}: {result:?}");
+        }
+        for (command, answer) in [
+            ("x-vmferry-migrate", Answer::Nonsense),
+            ("x-vmferry-migrate", Answer::End),
+            ("x-vmferry-status", Answer::Nonsense),
+            ("x-vmferry-status", Answer::Refused),
+        ] {
+            let result = handed_over(command, answer);
+            assert!(matches!(result, Err(NotHandedOver::Unanswered(_))), "{command} {answer:?}: {result:?}");
+        }
+        let report = handed_over("x-vmferry-status", Answer::End).unwrap();
+        assert_eq!(output::exit_status(&report), Status::Unknown, "{report}");
+    }
 }
