@@ -44,7 +44,7 @@ pub(super) const BRANCH: &str = examples! {
     "# Control the first child"
     "vmferry status --api children/0.sock"
     "# Give each child a copy of the disks, on the same file system"
-    "vmferry branch --api vm.sock --count 4 --api-dir children --disk-overlay /srv/disks"
+    "vmferry branch --api vm.sock --api-dir children --disk-overlay /srv/disks"
 };
 
 pub(super) const MIGRATE: &str = examples! {
@@ -72,10 +72,10 @@ pub(super) const SNAPSHOT: &str = examples! {
 
 pub(super) const RECORD: &str = examples! {
     "# Record the pages that the guest uses after its start"
-    "vmferry run --memory 4G --from vm.saved --shared --record vm.pages --api vm.sock"
+    "vmferry run --from vm.saved --shared --record vm.pages --api vm.sock"
     "vmferry record --api vm.sock"
     "# Bring these pages in when the next guest starts"
-    "vmferry run --memory 4G --from vm.saved --shared --prefetch vm.pages"
+    "vmferry run --from vm.saved --shared --prefetch vm.pages"
 };
 
 pub(super) const UPGRADE: &str = examples! {
