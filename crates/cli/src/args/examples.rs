@@ -68,6 +68,9 @@ pub(super) const SNAPSHOT: &str = examples! {
     "  --verify"
     "# Run the copy, which gets a new identity"
     "vmferry run --memory 4G --incoming file:vm.saved"
+    "# Write what has changed since then, and make one file of both"
+    "vmferry snapshot --api vm.sock --since vm.saved file:vm.later"
+    "vmferry snapshot merge file:vm.later file:vm.whole"
 };
 
 pub(super) const RECORD: &str = examples! {
