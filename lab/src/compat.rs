@@ -1,5 +1,5 @@
 //! `cargo xtask compat REVISION`: moves of guests between the command of an older revision and this
-//! one, in both directions and through files.
+//! one, in both directions, over a link, through files, and inside one host without a copy.
 //!
 //! The test runs whole programs, to show that the frozen formats (docs/compatibility.md) are
 //! compatible.
@@ -8,6 +8,8 @@ use crate::host;
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -17,7 +19,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(20);
 const MEMORY: &str = "64M";
 const LOAD: &str = "uniform,ws=4M,data=24M,rate=5k,fill=random";
-const WAYS: [&str; 4] = ["precopy", "postcopy", "hybrid", "file"];
+const WAYS: [&str; 6] = ["precopy", "postcopy", "hybrid", "file", "local", "upgrade"];
+/// Options of a guest whose memory another process can map.
+const SHAREABLE: [&str; 4] = ["--workload", LOAD, "--memory-backing", "memfd"];
 
 /// Build of the command.
 #[derive(Debug)]
@@ -26,10 +30,64 @@ struct Build {
     program: PathBuf,
 }
 
+impl Build {
+    /// Returns whether the subcommand `command` exists and has the option `option`. An empty option
+    /// stands for the subcommand alone.
+    fn has(&self, command: &str, option: &str) -> Result<bool> {
+        let help = Command::new(&self.program).args([command, "--help"]).stdin(Stdio::null()).output();
+        let help = help.with_context(|| format!("cannot start {}", self.program.display()))?;
+        Ok(help.status.success() && String::from_utf8_lossy(&help.stdout).contains(option))
+    }
+
+    /// Returns why this build cannot hand a guest over with the subcommand `command`, or `None` if
+    /// it can.
+    fn lacks(&self, command: &str, option: &str) -> Result<Option<String>> {
+        if !self.has(command, option)? {
+            return Ok(Some(format!("{} has no `{}`", self.name, format!("{command} {option}").trim())));
+        }
+        if !self.has("run", "--memory-backing")? {
+            return Ok(Some(format!("{} has no `run --memory-backing`", self.name)));
+        }
+        Ok(None)
+    }
+}
+
+/// Result of a move that was possible or refused as expected.
+#[derive(Debug, PartialEq, Eq)]
+enum Outcome {
+    Arrived,
+    /// A build is too old for this way. The move was refused, and the guest stayed where it was.
+    Refused(String),
+    /// No command can be given.
+    NotApplicable(String),
+}
+
+impl Outcome {
+    /// Returns the word for the count of such results.
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Arrived => "arrived",
+            Self::Refused(_) => "refused",
+            Self::NotApplicable(_) => "not applicable",
+        }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Arrived => f.write_str(self.kind()),
+            Self::Refused(why) => write!(f, "refused as expected, and the guest stayed: {why}"),
+            Self::NotApplicable(why) => write!(f, "not applicable: {why}"),
+        }
+    }
+}
+
 /// Process `vmferry run`. It ends on drop, or with this process.
 struct Side<'a> {
     build: &'a Build,
-    child: Child,
+    /// `None` for a process that an upgrade has started.
+    child: Option<Child>,
     api: PathBuf,
 }
 
@@ -48,7 +106,7 @@ impl<'a> Side<'a> {
             .stderr(File::create(&log)?)
             .spawn()
             .with_context(|| format!("cannot start {}", build.program.display()))?;
-        let mut side = Self { build, child, api };
+        let mut side = Self { build, child: Some(child), api };
         side.wait(&format!("the {name} ({})", build.name), |_| true).with_context(|| {
             format!("its output: {}", std::fs::read_to_string(&log).unwrap_or_default().trim())
         })?;
@@ -79,7 +137,7 @@ impl<'a> Side<'a> {
             if let Some(status) = status.as_ref().filter(|status| done(status)) {
                 return Ok(status.clone());
             }
-            if let Some(ended) = self.child.try_wait()? {
+            if let Some(ended) = self.child.as_mut().map(Child::try_wait).transpose()?.flatten() {
                 bail!("the process ended ({ended}) while waiting for {what}");
             }
             ensure!(Instant::now() < deadline, "timed out while waiting for {what}: {status:?}");
@@ -100,17 +158,93 @@ impl<'a> Side<'a> {
 
 impl Drop for Side<'_> {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        match &mut self.child {
+            Some(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            // The socket answers only as long as the process runs.
+            None => drop(self.run_command(&["quit"])),
+        }
     }
 }
 
-/// Moves one guest. Every page is compared or checked on the way.
-fn once(from: &Build, to: &Build, guest: &str, way: &str, folder: &Path) -> Result<()> {
+/// Starts a guest, and waits until it has filled its memory.
+fn source<'a>(from: &'a Build, folder: &Path, guest: &str, more: &[&str]) -> Result<Side<'a>> {
+    let mut source = Side::start(from, folder, "source", guest, more)?;
+    source.wait("the guest filling its memory", |status| status["vm"]["guest"]["state"] == "running")?;
+    Ok(source)
+}
+
+/// Moves one guest in a new folder. Every page is compared or checked on the way.
+fn once((from, to): (&Build, &Build), guest: &str, way: &str, folder: &Path) -> Result<Outcome> {
     let _ = std::fs::remove_dir_all(folder);
     std::fs::create_dir_all(folder)?;
-    let mut source = Side::start(from, folder, "source", guest, &["--workload", LOAD])?;
-    source.wait("the guest filling its memory", |status| status["vm"]["guest"]["state"] == "running")?;
+    match way {
+        "local" => local((from, to), guest, folder),
+        "upgrade" => upgrade((from, to), guest, folder),
+        _ => copied((from, to), guest, way, folder).map(|()| Outcome::Arrived),
+    }
+}
+
+/// Hands a guest over to a process of `to` that waits for it.
+fn local((from, to): (&Build, &Build), guest: &str, folder: &Path) -> Result<Outcome> {
+    if let Some(why) = from.lacks("migrate", "--local")? {
+        return Ok(Outcome::NotApplicable(why));
+    }
+    let mut source = source(from, folder, guest, &SHAREABLE)?;
+    let uri = format!("unix:{}", folder.join("move").display());
+    let mut target = Side::start(to, folder, "target", guest, &["--incoming", &uri])?;
+    let moved = source.run_command(&["migrate", &uri, "--local"]);
+    if to.lacks("migrate", "--local")?.is_some() {
+        let why = moved.err().context("a build without handoffs has taken a guest over")?;
+        source.whole().context("the guest of a refused handoff")?;
+        let there = target.status();
+        let runs = there.as_ref().is_some_and(|status| status["vm"]["place"] == "running");
+        ensure!(!runs, "the guest runs on both sides: {there:?}");
+        return Ok(Outcome::Refused(format!("{why:#}")));
+    }
+    moved?;
+    target.whole()?;
+    Ok(Outcome::Arrived)
+}
+
+/// Continues a guest of `from` in a new process of `to`, with the command `upgrade` of the older
+/// build that has it.
+fn upgrade((from, to): (&Build, &Build), guest: &str, folder: &Path) -> Result<Outcome> {
+    let reasons = [from.lacks("upgrade", "")?, to.lacks("upgrade", "")?];
+    let command = match &reasons {
+        [None, _] => from,
+        [_, None] => to,
+        [Some(why), Some(_)] => return Ok(Outcome::NotApplicable(why.clone())),
+    };
+    let options = if from.has("run", "--memory-backing")? { &SHAREABLE[..] } else { &SHAREABLE[..2] };
+    let mut source = source(from, folder, guest, options)?;
+    let upgraded = Command::new(&command.program)
+        .args(["upgrade", "--api"])
+        .arg(&source.api)
+        .arg("--binary")
+        .arg(&to.program)
+        .arg("--log")
+        .arg(folder.join("successor.log"))
+        .stdin(Stdio::null())
+        .output()?;
+    let said = String::from_utf8_lossy(&upgraded.stderr).trim().to_owned();
+    if reasons.iter().any(Option::is_some) {
+        ensure!(!upgraded.status.success(), "a build without upgrades has taken a guest over: {said}");
+        source.whole().context("the guest of a refused upgrade")?;
+        return Ok(Outcome::Refused(said));
+    }
+    ensure!(upgraded.status.success(), "upgrade ({}) ended with {}: {said}", command.name, upgraded.status);
+    // The new process has the control socket of the old one.
+    let mut successor = Side { build: to, child: None, api: source.api.clone() };
+    successor.whole()?;
+    Ok(Outcome::Arrived)
+}
+
+/// Moves one guest by a copy of its memory.
+fn copied((from, to): (&Build, &Build), guest: &str, way: &str, folder: &Path) -> Result<()> {
+    let source = source(from, folder, guest, &SHAREABLE[..2])?;
     if way == "file" {
         let file = format!("file:{}", folder.join("guest").display());
         source.run_command(&["migrate", &file])?;
@@ -173,12 +307,13 @@ fn run(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Moves guests of each kind in every way and direction. Returns `true` if all guests arrived.
+/// Moves guests of each kind in every way and direction. Returns `true` if all guests arrived,
+/// except in ways that a build does not have.
 pub(crate) fn compat(revision: &str, json: Option<&Path>) -> Result<bool> {
     let (old, new) = (build(Some(revision))?, build(None)?);
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY).set_header(["guest", "way", "from", "to", "result"]);
-    let (mut cases, mut good) = (Vec::new(), true);
+    let (mut cases, mut good, mut counts) = (Vec::new(), true, BTreeMap::<_, u64>::new());
     let folder = std::env::temp_dir().join(format!("vmferry-compat-{}", std::process::id()));
     for guest in ["process", "kvm"] {
         if guest == "kvm"
@@ -189,9 +324,10 @@ pub(crate) fn compat(revision: &str, json: Option<&Path>) -> Result<bool> {
         }
         for way in WAYS {
             for (from, to) in [(&old, &new), (&new, &old)] {
-                let moved = once(from, to, guest, way, &folder);
+                let moved = once((from, to), guest, way, &folder);
                 good &= moved.is_ok();
-                let result = moved.map_or_else(|error| format!("{error:#}"), |()| "arrived".into());
+                *counts.entry(moved.as_ref().map_or("failed", Outcome::kind)).or_default() += 1;
+                let result = moved.map_or_else(|error| format!("{error:#}"), |outcome| outcome.to_string());
                 eprintln!("compat: {guest}, {way}, {} to {}: {result}", from.name, to.name);
                 table.add_row([guest, way, &from.name, &to.name, &result]);
                 cases.push(
@@ -202,8 +338,10 @@ pub(crate) fn compat(revision: &str, json: Option<&Path>) -> Result<bool> {
     }
     let _ = std::fs::remove_dir_all(&folder);
     println!("{table}");
+    let counted: Vec<_> = counts.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+    println!("{}", counted.join(", "));
     if let Some(path) = json {
-        let document = json!({ "compat": { "old": old.name, "cases": cases } });
+        let document = json!({ "compat": { "old": old.name, "cases": cases, "counts": counts } });
         std::fs::write(path, serde_json::to_string_pretty(&document)? + "\n")
             .with_context(|| format!("cannot write {}", path.display()))?;
     }

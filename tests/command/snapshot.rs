@@ -5,7 +5,7 @@ use crate::support::{
     Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, has_kvm, kinds,
     print_line, skip, spawn, vmferry, wait_for,
 };
-use rustix::process::Signal;
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 use serde_json::Value;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -132,7 +132,7 @@ fn cancelled_snapshot_leaves_no_file_and_only_one_is_written_at_a_time() {
         assert_eq!(folder.names(), ["source"], "no file is left");
         // Ctrl-C cancels as well.
         let child = slow(&run, &file, &[]);
-        let pid = rustix::process::Pid::from_child(&child);
+        let pid = Pid::from_child(&child);
         rustix::process::kill_process(pid, Signal::INT).unwrap();
         assert_eq!(code(&finish(child)), 1);
         assert_eq!(folder.names(), ["source"], "no file is left");
@@ -240,6 +240,24 @@ fn full_disk_fails_the_snapshot_and_not_the_guest() {
         assert_eq!(std::fs::read_dir(own).unwrap().count(), 0, "no part of a file is left");
         run.goes_on();
     }
+    run.whole();
+}
+
+#[test]
+fn limit_of_file_sizes_fails_the_snapshot_and_not_the_guest() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let run = busy("process", &folder, &[]);
+    let limit = Rlimit { current: Some(20 << 20), maximum: getrlimit(Resource::Fsize).maximum };
+    prlimit(Some(Pid::from_child(&run.child)), Resource::Fsize, limit).unwrap();
+    let output = snapshot(&run, &format!("file:{}", folder.path("guest")), &[]);
+    assert_eq!(code(&output), 1, "{output:?}");
+    let said = errors(&output);
+    assert!(said.contains("File too large") && said.contains("the guest runs on"), "{said}");
+    assert_eq!(folder.names(), ["source"], "no part of a file is left");
+    run.goes_on();
     run.whole();
 }
 

@@ -88,7 +88,7 @@ fn once(
     };
     let mut target = start("target", ["--incoming", "tcp:127.0.0.1:0"])?;
     let mut source = start("source", ["--workload", LOAD])?;
-    let uri = format!("tcp:{}", target.address()?);
+    let uri = target.incoming()?;
     source.working()?;
     source.command("migrate", serde_json::to_value(MigrateRequest { mode, ..MigrateRequest::to(&uri) })?)?;
     let report = source.wait("the migration's end", |status| !status["outcome"].is_null())?;

@@ -33,7 +33,7 @@ pub(super) enum BenchName {
     Rtt,
     /// Each fault at each phase of a migration, and what becomes of the guest
     Faults,
-    /// A thousand migrations in a row through one process
+    /// A thousand migrations, snapshots, branches or upgrades in a row
     Soak,
     /// Guests that continue in a new process of this host: vmferry and QEMU
     Upgrade,

@@ -10,6 +10,7 @@ mod faults;
 mod free_page;
 mod hop;
 mod limits;
+mod order;
 mod plan;
 mod postcopy;
 mod program;

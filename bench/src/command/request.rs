@@ -42,6 +42,9 @@ pub(super) struct MigrateRequest {
     pub(super) delta_cache: Option<u64>,
     /// Set if the guest stays at the source, which is possible for a file only.
     pub(super) keep_running: bool,
+    /// Set if the memory is handed over by descriptors instead of being copied.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(super) local: bool,
     pub(super) insecure: bool,
     pub(super) peer_timeout_ms: u64,
 }
@@ -72,6 +75,7 @@ impl MigrateRequest {
             delta: "off",
             delta_cache: None,
             keep_running: false,
+            local: false,
             insecure: false,
             peer_timeout_ms: millis(settings.peer_timeout),
         }

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 
-/// Memory, descriptors and threads of a process at one moment.
+/// Memory, mappings, descriptors and threads of a process at one moment.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Sample {
     pub(super) rss_kib: u64,
@@ -12,6 +12,8 @@ pub(super) struct Sample {
     pub(super) page_tables_kib: u64,
     pub(super) descriptors: u64,
     pub(super) threads: u64,
+    /// Number of mappings.
+    pub(super) mappings: u64,
 }
 
 impl Sample {
@@ -30,6 +32,7 @@ impl Sample {
             page_tables_kib: field("VmPTE:")?,
             descriptors,
             threads: field("Threads:")?,
+            mappings: std::fs::read_to_string(format!("/proc/{pid}/maps"))?.lines().count() as u64,
         })
     }
 }

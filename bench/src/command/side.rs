@@ -4,9 +4,11 @@ use super::program;
 use crate::density::Budget;
 use crate::slow_disk::SlowDisk;
 use anyhow::{Context, Result, bail, ensure};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -36,9 +38,53 @@ impl Drop for Folder {
     }
 }
 
-/// A process `vmferry run` and its control socket.
+/// Process of a side.
+enum Process {
+    Child(Child),
+    /// Process that another program has started.
+    Other {
+        id: u32,
+        handle: OwnedFd,
+    },
+}
+
+impl Process {
+    fn id(&self) -> u32 {
+        match self {
+            Self::Child(child) => child.id(),
+            Self::Other { id, .. } => *id,
+        }
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        match self {
+            Self::Child(child) => Ok(rustix::process::kill_process(Pid::from_child(child), signal)?),
+            Self::Other { handle, .. } => Ok(pidfd_send_signal(handle, signal)?),
+        }
+    }
+
+    /// Waits for the end of the process, at most for the time `within`. Returns whether it has
+    /// ended.
+    fn ends(&mut self, within: Duration) -> Result<bool> {
+        let deadline = Instant::now() + within;
+        loop {
+            let ended = match self {
+                Self::Child(child) => child.try_wait()?.is_some(),
+                Self::Other { handle, .. } => {
+                    poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&Timespec::default()))? > 0
+                }
+            };
+            if ended || Instant::now() >= deadline {
+                return Ok(ended);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// A process `vmferry run` and its control socket. The process is killed on drop.
 pub(super) struct Side {
-    child: Child,
+    process: Process,
     client: Option<Client>,
     /// Set once the process was killed or has ended.
     dead: bool,
@@ -58,23 +104,22 @@ pub(super) struct Start<'a> {
     pub(super) slow: Option<&'a SlowDisk>,
     /// Memory budget of the process.
     pub(super) budget: Option<Budget>,
-    /// Set if the monotonic clock of the process is a day ahead.
-    pub(super) other_clock: bool,
+    /// Command that executes the rest of its arguments as the process.
+    pub(super) within: Option<Command>,
 }
 
 impl Side {
     /// Starts a process, and waits until its control socket answers.
     pub(super) fn start(start: Start<'_>, folder: &Path, name: &str) -> Result<Self> {
-        let Start { guest, memory, args, slow, budget, other_clock } = start;
+        let Start { guest, memory, args, slow, budget, within } = start;
         let api = folder.join(name);
         let exe = program::vmferry()?;
-        let mut command = if other_clock {
-            let mut command = Command::new("unshare");
-            command.args(["--time", "--monotonic", "86400", "--boottime", "86400", "--fork", "--kill-child"]);
-            command.arg(exe);
-            command
-        } else {
-            Command::new(exe)
+        let mut command = match within {
+            None => Command::new(exe),
+            Some(mut command) => {
+                command.arg(exe);
+                command
+            }
         };
         command
             .args(["run", "--die-with-parent", "--guest", guest, "--memory", memory, "--api"])
@@ -88,25 +133,36 @@ impl Side {
         }
         let log = folder.join(format!("{name}.log"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
-        let mut side = Self { child: command.spawn()?, client: None, dead: false, budget, log };
+        let process = Process::Child(command.spawn()?);
+        let mut side = Self { process, client: None, dead: false, budget, log };
         if let Some(budget) = &side.budget {
-            budget.adopt(side.child.id())?;
+            budget.adopt(side.pid())?;
         }
-        let deadline = Instant::now() + PATIENCE;
-        while side.client.is_none() {
-            side.client = Client::connect(&api).ok();
-            if side.child.try_wait()?.is_some() || Instant::now() > deadline {
-                bail!("the {name} did not start: {}", side.said());
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        side.connect(&api)?;
         Ok(side)
     }
 
-    /// Connects to the process that has taken the place of this one at `api`.
-    pub(super) fn reconnect(&mut self, api: &Path) -> Result<()> {
-        self.client = Some(Client::connect(api)?);
-        Ok(())
+    /// Takes over the process `id`, which another program has started. The process writes its
+    /// messages to the file `log`.
+    pub(super) fn adopt(id: u32, log: PathBuf) -> Result<Self> {
+        let pid = i32::try_from(id).ok().and_then(Pid::from_raw).context("no process")?;
+        let process = Process::Other { id, handle: pidfd_open(pid, PidfdFlags::empty())? };
+        Ok(Self { process, client: None, dead: false, budget: None, log })
+    }
+
+    /// Waits until the control socket at `api` answers, and connects to it.
+    pub(super) fn connect(&mut self, api: &Path) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Ok(client) = Client::connect(api) {
+                self.client = Some(client);
+                return Ok(());
+            }
+            if self.process.ends(Duration::ZERO)? || Instant::now() > deadline {
+                bail!("the process of {} did not start: {}", api.display(), self.said());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Returns the last five lines of the log.
@@ -121,10 +177,16 @@ impl Side {
         let Some(budget) = &self.budget else { return Ok(false) };
         let killed = budget.kills()? > 0;
         if killed && !self.dead {
-            self.child.wait()?;
-            self.dead = true;
+            ensure!(self.ends(PATIENCE)?, "the process was killed, and does not end");
         }
         Ok(killed)
+    }
+
+    /// Waits for the end of the process, at most for the time `within`. Returns whether it has
+    /// ended.
+    pub(super) fn ends(&mut self, within: Duration) -> Result<bool> {
+        self.dead = self.dead || self.process.ends(within)?;
+        Ok(self.dead)
     }
 
     pub(super) fn status(&mut self) -> Option<Value> {
@@ -143,6 +205,9 @@ impl Side {
             if let Some(status) = status.as_ref().filter(|status| done(status)) {
                 return Ok(status.clone());
             }
+            if status.is_none() && self.ends(Duration::ZERO)? {
+                bail!("the process has ended while waiting for {what}: {}", self.said());
+            }
             if Instant::now() > deadline {
                 bail!("timed out while waiting for {what}: {}", status.unwrap_or_default());
             }
@@ -155,7 +220,9 @@ impl Side {
     pub(super) fn refuses(&mut self) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            if let Some(status) = self.child.try_wait()? {
+            if let Process::Child(child) = &mut self.process
+                && let Some(status) = child.try_wait()?
+            {
                 ensure!(!status.success(), "the process ended with success: {}", self.said());
                 self.dead = true;
                 return Ok(());
@@ -169,23 +236,26 @@ impl Side {
     }
 
     pub(super) fn kill(&mut self) -> Result<()> {
-        self.dead = true;
-        self.child.kill()?;
-        self.child.wait()?;
+        self.signal(Signal::KILL)?;
+        ensure!(self.ends(PATIENCE)?, "the process does not end after SIGKILL");
         Ok(())
     }
 
     pub(super) fn signal(&self, signal: Signal) -> Result<()> {
-        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw).context("no process")?;
-        Ok(kill_process(pid, signal)?)
+        self.process.signal(signal)
+    }
+
+    /// Checks that the guest runs on this side, and continues to write.
+    pub(super) fn goes_on(&mut self) -> Result<()> {
+        let writes = |status: &Value| status["vm"]["guest"]["writes"].as_u64();
+        let before = self.wait("the guest's statistics", |status| writes(status).is_some())?;
+        self.wait("the guest making progress", |status| writes(status) > writes(&before)).map(drop)
     }
 
     /// Checks that the guest runs on this side, continues to write, and finds all its pages
     /// undamaged.
     pub(super) fn whole(&mut self) -> Result<()> {
-        let writes = |status: &Value| status["vm"]["guest"]["writes"].as_u64();
-        let before = self.wait("the guest's statistics", |status| writes(status).is_some())?;
-        self.wait("the guest making progress", |status| writes(status) > writes(&before))?;
+        self.goes_on()?;
         self.command("verify-guest", json!({ "request": REQUEST }))?;
         let checked = self.wait("the guest checking all its pages", |status| {
             let guest = &status["vm"]["guest"];
@@ -208,15 +278,20 @@ impl Side {
             .map(drop)
     }
 
-    /// Returns the address on which the target listens.
-    pub(super) fn address(&mut self) -> Result<SocketAddr> {
+    /// Returns the URI on which the target listens.
+    pub(super) fn incoming(&mut self) -> Result<String> {
         let status = self.wait("the target listening", |status| status["vm"]["incoming"].is_string())?;
-        let uri = status["vm"]["incoming"].as_str().and_then(|uri| uri.strip_prefix("tcp:"));
-        Ok(uri.context("no TCP port")?.parse()?)
+        Ok(status["vm"]["incoming"].as_str().context("no URI")?.to_owned())
+    }
+
+    /// Returns the TCP address on which the target listens.
+    pub(super) fn address(&mut self) -> Result<SocketAddr> {
+        let uri = self.incoming()?;
+        Ok(uri.strip_prefix("tcp:").context("no TCP port")?.parse()?)
     }
 
     pub(super) fn pid(&self) -> u32 {
-        self.child.id()
+        self.process.id()
     }
 
     pub(super) fn dead(&self) -> bool {
@@ -231,7 +306,8 @@ impl Side {
 impl Drop for Side {
     fn drop(&mut self) {
         let _ = self.signal(Signal::CONT);
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        if !self.dead {
+            let _ = self.kill();
+        }
     }
 }

@@ -4,7 +4,7 @@
 
 use crate::api::{GuestPlace, RunContext};
 use anyhow::{Context, Result, bail};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ use std::sync::Arc;
 /// # Errors
 /// If the signals cannot be caught.
 pub(crate) fn watch(shared: &Arc<RunContext>) -> Result<()> {
+    outlive_file_limit().context("cannot catch SIGXFSZ")?;
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot catch signals")?;
     let shared = Arc::clone(shared);
     let watch = move || {
@@ -28,6 +29,13 @@ pub(crate) fn watch(shared: &Arc<RunContext>) -> Result<()> {
     };
     vmferry_thread::spawn(vmferry_thread::Role::Watch, "signals", watch)?;
     Ok(())
+}
+
+/// Lets a write beyond the largest file size of this process (`RLIMIT_FSIZE`) fail with an error.
+/// Without a handler, the kernel would end the process with SIGXFSZ, and with it the guest.
+fn outlive_file_limit() -> std::io::Result<()> {
+    // The error of the write says more than the signal, so the flag is not read.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 /// Presses the guest's power button.

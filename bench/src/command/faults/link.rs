@@ -4,11 +4,12 @@
 //! at a phase, and injects faults into single channels.
 
 use super::plan::{Channel, Phase};
-use std::io::{Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use super::socket::{self, Socket};
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use vmferry_engine::Uri;
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, Role, ToSource, ToTarget, decode_control,
 };
@@ -32,7 +33,7 @@ struct Wire {
     channel: Mutex<Option<Channel>>,
     /// Fault to inject into the next bytes, as a `Harm`. 0 means none.
     harm: AtomicU8,
-    ends: [TcpStream; 2],
+    ends: [Socket; 2],
 }
 
 #[derive(Default)]
@@ -53,7 +54,7 @@ struct LinkState {
 }
 
 pub(in crate::command) struct Link {
-    at: SocketAddr,
+    at: Uri,
     state: Arc<LinkState>,
 }
 
@@ -62,9 +63,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Link {
-    pub(in crate::command) fn to(target: SocketAddr) -> std::io::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        let at = listener.local_addr()?;
+    /// Returns a link to the target that listens at `target`. The link itself listens at `at`.
+    pub(in crate::command) fn to(target: Uri, at: &Uri) -> io::Result<Self> {
+        let listener = socket::Listener::bind(at)?;
+        let at = listener.uri()?;
         let state = Arc::new(LinkState {
             wires: Mutex::default(),
             stage: Mutex::default(),
@@ -74,13 +76,17 @@ impl Link {
         });
         let own = Arc::clone(&state);
         std::thread::Builder::new().name("link".into()).spawn(move || {
-            for client in listener.incoming().flatten() {
+            loop {
+                let client = listener.accept();
                 if own.done.load(Ordering::Acquire) {
                     return;
                 }
                 // A target that is gone refuses connections. The proxy then drops its connection
                 // too.
-                let Ok(server) = TcpStream::connect(target) else { continue };
+                let Ok((client, server)) = client.and_then(|client| Ok((client, Socket::connect(&target)?)))
+                else {
+                    continue;
+                };
                 let _ = own.carry(client, server);
             }
         })?;
@@ -88,7 +94,7 @@ impl Link {
     }
 
     pub(in crate::command) fn uri(&self) -> String {
-        format!("tcp:{}", self.at)
+        self.at.to_string()
     }
 
     /// Arranges that the link holds the migration when it reaches `phase`.
@@ -132,22 +138,20 @@ impl Drop for Link {
         self.state.done.store(true, Ordering::Release);
         self.release();
         self.harm(Harm::Cut, None);
-        let _ = TcpStream::connect(self.at);
+        let _ = Socket::connect(&self.at);
     }
 }
 
 impl Wire {
     fn close(&self) {
         for end in &self.ends {
-            let _ = end.shutdown(Shutdown::Both);
+            end.shutdown();
         }
     }
 }
 
 impl LinkState {
-    fn carry(self: &Arc<Self>, client: TcpStream, server: TcpStream) -> std::io::Result<()> {
-        client.set_nodelay(true)?;
-        server.set_nodelay(true)?;
+    fn carry(self: &Arc<Self>, client: Socket, server: Socket) -> io::Result<()> {
         let ends = [client.try_clone()?, server.try_clone()?];
         let wire = Arc::new(Wire { channel: Mutex::new(None), harm: AtomicU8::new(0), ends });
         lock(&self.wires).push(Arc::clone(&wire));
@@ -162,10 +166,12 @@ impl LinkState {
         Ok(())
     }
 
-    fn pump(&self, wire: &Wire, mut from: TcpStream, mut into: TcpStream, to_target: bool) {
+    fn pump(&self, wire: &Wire, from: Socket, into: Socket, to_target: bool) {
         let (mut words, mut buffer) = (Words::default(), vec![0; 64 << 10]);
-        while let Ok(read @ 1..) = from.read(&mut buffer) {
+        while let Ok((read @ 1.., descriptors)) = from.receive(&mut buffer) {
             let bytes = &mut buffer[..read];
+            // Descriptors belong to the last message that came with them.
+            let first = if descriptors.is_empty() { 0 } else { words.last_message(bytes) };
             let channel = *lock(&wire.channel);
             let channel = channel.or_else(|| {
                 let first = if to_target { Words::role(bytes) } else { None };
@@ -191,18 +197,19 @@ impl LinkState {
                     bytes[read / 2] ^= 0x10;
                 }
                 harm if harm == Harm::Truncate as u8 => {
-                    let _ = into.write_all(&bytes[..read / 2]);
+                    let _ = into.send(&bytes[..read / 2], &[]);
                     wire.close();
                     return;
                 }
                 _ => {}
             }
-            if into.write_all(bytes).is_err() {
+            let (before, with) = bytes.split_at(first);
+            if into.send(before, &[]).and_then(|()| into.send(with, &descriptors)).is_err() {
                 break;
             }
         }
         if wire.harm.load(Ordering::Acquire) != Harm::Stall as u8 {
-            let _ = into.shutdown(Shutdown::Write);
+            into.end();
         }
     }
 
@@ -278,6 +285,18 @@ impl Words {
             Role::Urgent => Some(Channel::Urgent),
             _ => None,
         }
+    }
+
+    /// Returns the offset in `bytes`, which follow what was taken, of the message that ends last.
+    fn last_message(&self, bytes: &[u8]) -> usize {
+        // The peers send each message at once, so a message begins where the bytes begin.
+        let (mut first, mut next) = (0, if self.greeted { 0 } else { HELLO_BYTES });
+        while let Some(header) = bytes.get(next..).and_then(<[u8]>::first_chunk) {
+            first = next;
+            let Ok(header) = ControlHeader::decode(header) else { break };
+            next += CONTROL_HEADER_BYTES + header.len;
+        }
+        first.min(bytes.len())
     }
 
     fn take(&mut self, bytes: &[u8], to_target: bool, said: &mut dyn FnMut(Word)) {

@@ -3,10 +3,14 @@
 //!
 //! The bench records the guest's outcome of each case and compares it with the allowed outcomes.
 
+mod branch;
 mod disk;
 mod link;
 mod plan;
+mod rlimits;
 mod run;
+mod snapshot;
+mod socket;
 
 use super::args::BenchArgs;
 use super::{Finished, no_kvm};
@@ -25,10 +29,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use vmferry_report::json::{Case as Line, Document};
 
 const GUESTS: [&str; 2] = ["process", "kvm"];
-const MODES: [&str; 4] = ["precopy", "postcopy", "hybrid", "file"];
+const MODES: [&str; 7] = ["precopy", "postcopy", "hybrid", "file", "local", "snapshot", "branch"];
+/// Modes of which `--quick` selects one, because they have the same phases and faults.
+const OVER_A_LINK: [&str; 3] = ["precopy", "postcopy", "hybrid"];
 
-/// Returns all cases. With `quick`, each fault at each phase occurs once, with a mode and a guest
-/// that the seed selects.
+/// Returns all cases. With `quick`, each fault at each phase occurs once, with a guest and, for a
+/// move over a link, a mode that the seed selects.
 fn cases(args: &BenchArgs) -> Vec<Case> {
     let mut all = Vec::new();
     for guest in GUESTS {
@@ -52,8 +58,9 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
     if args.quick {
         let mut groups: BTreeMap<String, Vec<Case>> = BTreeMap::new();
         for case in all {
+            let mode = if OVER_A_LINK.contains(&case.mode) { "" } else { case.mode };
             groups
-                .entry(format!("{}/{}/{}/{}", case.phase, case.fault, case.with_arbiter, case.encoded))
+                .entry(format!("{mode}/{}/{}/{}/{}", case.phase, case.fault, case.with_arbiter, case.encoded))
                 .or_default()
                 .push(case);
         }
@@ -92,8 +99,12 @@ fn impossible(case: Case, etcd: &SharedEtcd) -> Option<String> {
         Fault::Clock if !rustix::process::geteuid().is_root() => {
             Some("a time namespace needs root".to_owned())
         }
-        Fault::PressSource | Fault::PressTarget => Budget::new(1 << 30).err().map(|why| why.to_string()),
-        _ if case.phase == Phase::Save => disk::impossible(),
+        Fault::PressSource | Fault::PressTarget | Fault::PressChildren => {
+            Budget::new(1 << 30).err().map(|why| why.to_string())
+        }
+        Fault::SlowDisk => disk::impossible(),
+        Fault::FullDisk => snapshot::no_small_disk(),
+        _ if case.mode == "file" => disk::impossible(),
         _ => None,
     }
 }
@@ -124,14 +135,10 @@ fn one(case: Case, etcd: &SharedEtcd) -> Told {
         .param("fence", case.with_arbiter)
         .param("encoded", case.encoded);
     let arbiter = etcd.get().and_then(|etcd| Some(etcd.as_ref().ok()?.arbiter()));
-    let ran = if case.phase == Phase::Save {
-        disk::run(case).map(|ran| (ran, 1))
-    } else {
-        run::run(case, arbiter.as_deref().filter(|_| case.with_arbiter))
-    };
+    let ran = run::run(case, arbiter.as_deref().filter(|_| case.with_arbiter));
     match ran {
         Ok((Ran { end, took, killed }, attempt)) => {
-            let allowed = if killed { case.fault.allowed_if_killed(case.phase) } else { allowed };
+            let allowed = if killed { case.fault.allowed_if_killed(case.mode, case.phase) } else { allowed };
             let text = words(allowed);
             let mut line = line
                 .param("killed_for_memory", killed)

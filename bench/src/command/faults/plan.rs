@@ -23,8 +23,15 @@ pub(in crate::command) enum Phase {
     Paused,
     /// The recovery is under way: the target has sent the list of missing pages.
     Recovery,
-    /// The source writes the guest to a file.
+    /// The source writes the guest to a file. In a snapshot, the guest runs meanwhile.
     Save,
+    /// The guest is paused for a snapshot, and the freeze hook runs.
+    Freeze,
+    /// The parent has taken the instant of a branch and has resumed its guest. The children were
+    /// passed the branch, and none has run.
+    Instant,
+    /// The children of a branch run, and share pages with the parent.
+    Shared,
 }
 
 /// Kind of channel.
@@ -38,8 +45,13 @@ pub(in crate::command) enum Channel {
 /// Fault of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::command) enum Fault {
+    /// The process that has the guest is killed. In a branch, this is the parent.
     KillSource,
     KillTarget,
+    /// The command that has requested the operation is killed.
+    KillCommand,
+    /// One of the children of a branch is killed.
+    KillChild,
     /// The process is stopped for longer than any peer timeout, and then continues.
     StopSource,
     StopTarget,
@@ -57,8 +69,22 @@ pub(in crate::command) enum Fault {
     /// kills the process if that is not enough.
     PressSource,
     PressTarget,
+    /// The children of a branch get hardly any memory.
+    PressChildren,
     /// The disk that holds the file is slow.
     SlowDisk,
+    /// The file system that holds the file has too little room.
+    FullDisk,
+    /// The process may not write a file of this length (`RLIMIT_FSIZE`).
+    FileLimit,
+    /// The folder of the file is removed.
+    RemoveFolder,
+    /// The operator cancels the operation.
+    Cancel,
+    /// The process that has the guest can open hardly any descriptor (`RLIMIT_NOFILE`).
+    FewDescriptors,
+    /// The command, and the processes that it starts, can open hardly any descriptor.
+    FewDescriptorsCommand,
 }
 
 /// Outcome of a case for the guest.
@@ -75,11 +101,18 @@ pub(in crate::command) enum End {
     Lost,
     /// The guest's process was killed, and no other process runs the guest.
     Died,
+    /// The guest runs where it did, with all of its memory, and its copy is complete: the snapshot,
+    /// or every child of the branch that was not killed.
+    Copied,
+    /// The guest's process was killed, and the copy of the guest is complete.
+    Copy,
 }
 
-pub(in crate::command) const FAULTS: [Fault; 21] = [
+pub(in crate::command) const FAULTS: [Fault; 30] = [
     Fault::KillSource,
     Fault::KillTarget,
+    Fault::KillCommand,
+    Fault::KillChild,
     Fault::StopSource,
     Fault::StopTarget,
     Fault::CutAll,
@@ -98,7 +131,14 @@ pub(in crate::command) const FAULTS: [Fault; 21] = [
     Fault::Clock,
     Fault::PressSource,
     Fault::PressTarget,
+    Fault::PressChildren,
     Fault::SlowDisk,
+    Fault::FullDisk,
+    Fault::FileLimit,
+    Fault::RemoveFolder,
+    Fault::Cancel,
+    Fault::FewDescriptors,
+    Fault::FewDescriptorsCommand,
 ];
 
 /// Faults that this bench does not inject, each with the reason.
@@ -112,9 +152,13 @@ impl Phase {
     /// Returns the phases of a mode.
     pub(in crate::command) fn of(mode: &str) -> &'static [Self] {
         use Phase::{
-            Answer, Commit, FirstPass, LaterPass, Paused, Postcopy, Recovery, Save, Setup, Switchover,
+            Answer, Commit, FirstPass, Freeze, Instant, LaterPass, Paused, Postcopy, Recovery, Save, Setup,
+            Shared, Switchover,
         };
         match mode {
+            "local" => &[Setup, Switchover, Commit, Answer],
+            "snapshot" => &[Setup, Freeze, Save],
+            "branch" => &[Setup, Instant, Shared],
             "precopy" => &[Setup, FirstPass, LaterPass, Switchover, Commit, Answer],
             "postcopy" => &[Setup, Switchover, Commit, Answer, Postcopy, Paused, Recovery],
             "file" => &[Save],
@@ -136,7 +180,68 @@ impl Phase {
 impl Fault {
     /// Returns whether this fault can have an effect in the mode `mode` at `phase`.
     pub(in crate::command) fn fits(self, mode: &str, phase: Phase) -> bool {
+        match mode {
+            "snapshot" => self.fits_snapshot(phase),
+            "branch" => self.fits_branch(phase),
+            "local" => self.fits_local(),
+            _ => self.fits_move(mode, phase),
+        }
+    }
+
+    fn fits_snapshot(self, phase: Phase) -> bool {
+        match self {
+            Self::KillSource
+            | Self::KillCommand
+            | Self::StopSource
+            | Self::PressSource
+            | Self::RemoveFolder
+            | Self::Cancel => phase != Phase::Setup,
+            Self::SlowDisk | Self::FullDisk => phase == Phase::Save,
+            Self::FileLimit | Self::FewDescriptors => phase == Phase::Setup,
+            _ => false,
+        }
+    }
+
+    fn fits_branch(self, phase: Phase) -> bool {
+        match self {
+            Self::KillSource | Self::KillChild | Self::StopSource | Self::PressSource => true,
+            // The command has ended when the children run.
+            Self::KillCommand => phase != Phase::Shared,
+            Self::PressChildren => phase != Phase::Setup,
+            Self::FewDescriptors | Self::FewDescriptorsCommand => phase == Phase::Setup,
+            _ => false,
+        }
+    }
+
+    /// A handoff has a control channel, and no pages that could be damaged.
+    fn fits_local(self) -> bool {
+        matches!(
+            self,
+            Self::KillSource
+                | Self::KillTarget
+                | Self::StopSource
+                | Self::StopTarget
+                | Self::CutAll
+                | Self::PressSource
+                | Self::PressTarget
+                | Self::Cut(Channel::Control)
+                | Self::Stall(Channel::Control)
+                | Self::Corrupt(Channel::Control)
+                | Self::Truncate(Channel::Control)
+        )
+    }
+
+    fn fits_move(self, mode: &str, phase: Phase) -> bool {
         let channel = match self {
+            Self::KillCommand
+            | Self::KillChild
+            | Self::PressChildren
+            | Self::FullDisk
+            | Self::FileLimit
+            | Self::RemoveFolder
+            | Self::Cancel
+            | Self::FewDescriptors
+            | Self::FewDescriptorsCommand => return false,
             Self::Cut(channel) | Self::Stall(channel) | Self::Corrupt(channel) | Self::Truncate(channel) => {
                 channel
             }
@@ -168,7 +273,7 @@ impl Fault {
             }
             _ => false,
         };
-        hits && mode != "file"
+        hits && matches!(mode, "precopy" | "postcopy" | "hybrid")
             && matches!(
                 phase,
                 Phase::FirstPass | Phase::LaterPass | Phase::Switchover | Phase::Postcopy | Phase::Recovery
@@ -177,9 +282,12 @@ impl Fault {
 
     /// Returns the allowed outcomes if the kernel killed the side under memory pressure, at `phase`
     /// or later.
-    pub(in crate::command) fn allowed_if_killed(self, phase: Phase) -> &'static [End] {
-        use End::{Died, Lost, Moved, Stayed, Unknown};
+    pub(in crate::command) fn allowed_if_killed(self, mode: &str, phase: Phase) -> &'static [End] {
+        use End::{Copied, Copy, Died, Lost, Moved, Stayed, Unknown};
         match self {
+            Self::PressSource if mode == "branch" => &[Died, Copy],
+            Self::PressSource if mode == "snapshot" => &[Died],
+            Self::PressChildren => &[Stayed, Copied],
             Self::PressSource => &[Died, Lost, Moved],
             _ if matches!(phase, Phase::Postcopy | Phase::Paused | Phase::Recovery) => &[Lost],
             _ => &[Stayed, Unknown, Lost],
@@ -188,8 +296,44 @@ impl Fault {
 
     /// Returns the allowed outcomes. With an arbiter, these are the final ones.
     pub(in crate::command) fn allowed(self, mode: &str, phase: Phase, with_arbiter: bool) -> &'static [End] {
+        match mode {
+            "snapshot" => self.allowed_in_snapshot(phase),
+            "branch" => self.allowed_in_branch(phase),
+            _ => self.allowed_in_move(mode, phase, with_arbiter),
+        }
+    }
+
+    fn allowed_in_snapshot(self, phase: Phase) -> &'static [End] {
+        use End::{Copied, Died, Stayed};
+        match self {
+            Self::KillSource => &[Died],
+            // The pause for the hooks ends with the time limit of the hooks.
+            Self::KillCommand if phase == Phase::Freeze => &[Stayed],
+            Self::FullDisk | Self::FileLimit | Self::RemoveFolder | Self::Cancel => &[Stayed],
+            Self::PressSource => &[Stayed, Copied],
+            // The snapshot goes on without its command, and after a limit was raised.
+            _ => &[Copied],
+        }
+    }
+
+    fn allowed_in_branch(self, phase: Phase) -> &'static [End] {
+        use End::{Copied, Copy, Died, Stayed};
+        match (self, phase) {
+            (Self::KillSource, Phase::Setup) => &[Died],
+            // The parent may die before it has said that the files of the branch are sealed.
+            (Self::KillSource, Phase::Instant) => &[Died, Copy],
+            (Self::KillSource, _) => &[Copy],
+            // The command ends all children if one of them does not run.
+            (Self::KillChild, Phase::Setup | Phase::Instant) => &[Stayed],
+            (Self::KillCommand, Phase::Setup) => &[Stayed],
+            (Self::PressSource | Self::PressChildren, Phase::Setup | Phase::Instant) => &[Stayed, Copied],
+            _ => &[Copied],
+        }
+    }
+
+    fn allowed_in_move(self, mode: &str, phase: Phase, with_arbiter: bool) -> &'static [End] {
         use End::{Died, Lost, Moved, Stayed, Unknown};
-        let postcopy = mode != "precopy";
+        let postcopy = matches!(mode, "postcopy" | "hybrid");
         match (self, phase) {
             (Self::Clock | Self::SlowDisk, _) => &[Moved],
             (Self::KillSource, Phase::Save) => &[Died],
@@ -228,6 +372,9 @@ impl fmt::Display for Phase {
             Self::Paused => "paused",
             Self::Recovery => "recovery",
             Self::Save => "save",
+            Self::Freeze => "freeze",
+            Self::Instant => "instant",
+            Self::Shared => "shared",
         })
     }
 }
@@ -237,13 +384,22 @@ impl fmt::Display for Fault {
         let (what, channel) = match self {
             Self::KillSource => ("kill-source", None),
             Self::KillTarget => ("kill-target", None),
+            Self::KillCommand => ("kill-command", None),
+            Self::KillChild => ("kill-child", None),
             Self::StopSource => ("stop-source", None),
             Self::StopTarget => ("stop-target", None),
             Self::CutAll => ("cut-all", None),
             Self::Clock => ("clock", None),
             Self::PressSource => ("press-source", None),
             Self::PressTarget => ("press-target", None),
+            Self::PressChildren => ("press-children", None),
             Self::SlowDisk => ("slow-disk", None),
+            Self::FullDisk => ("full-disk", None),
+            Self::FileLimit => ("file-limit", None),
+            Self::RemoveFolder => ("remove-folder", None),
+            Self::Cancel => ("cancel", None),
+            Self::FewDescriptors => ("few-descriptors", None),
+            Self::FewDescriptorsCommand => ("few-descriptors-command", None),
             Self::Cut(channel) => ("cut-", Some(channel)),
             Self::Stall(channel) => ("stall-", Some(channel)),
             Self::Corrupt(channel) => ("corrupt-", Some(channel)),
@@ -268,19 +424,22 @@ impl fmt::Display for End {
             Self::Unknown => "unknown",
             Self::Lost => "lost",
             Self::Died => "died",
+            Self::Copied => "copied",
+            Self::Copy => "copy",
         })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::MODES;
     use super::*;
 
     #[test]
     fn every_fault_fits_a_phase_and_has_an_allowed_outcome() {
         for fault in FAULTS {
             let mut fits = 0;
-            for mode in ["precopy", "postcopy", "hybrid", "file"] {
+            for mode in MODES {
                 for phase in Phase::of(mode) {
                     fits += usize::from(fault.fits(mode, *phase));
                     for with_arbiter in [false, true] {

@@ -2,25 +2,27 @@
 
 use super::link::{Harm, Link};
 use super::plan::{End, Fault, Phase};
+use super::{branch, disk, snapshot};
 use crate::command::request::MigrateRequest;
 use crate::command::side::{Folder, PATIENCE, Side, Start};
 use crate::density::Budget;
 use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Peer timeout of both sides. Each step of the migration may take three times this long.
 const PEER_TIMEOUT: &str = "1s";
 /// Time for which a side is stopped. It is longer than every timeout that follows from
 /// `PEER_TIMEOUT`.
-const STOPPED: Duration = Duration::from_millis(4500);
+pub(super) const STOPPED: Duration = Duration::from_millis(4500);
 /// Time for which an outcome has to last before it counts.
 const LASTS: Duration = Duration::from_millis(4000);
 /// Bytes that a side under memory pressure may use beyond what it has. One pass needs more.
-const LEAST_MEMORY: u64 = 1 << 20;
+pub(super) const LEAST_MEMORY: u64 = 1 << 20;
 /// Memory limit of a side in bytes before the pressure begins.
-const ALL_MEMORY: u64 = 1 << 30;
+pub(super) const ALL_MEMORY: u64 = 1 << 30;
 pub(super) const LOAD: &str = "uniform,ws=16M,data=40M,rate=20k,fill=random";
 /// Load whose pages become smaller by compression and by deltas.
 const COMPRESSIBLE_LOAD: &str = "uniform,ws=16M,data=40M,rate=20k,fill=text";
@@ -46,19 +48,19 @@ pub(super) struct Ran {
     pub(super) killed: bool,
 }
 
-/// Error of a migration that ended before the phase of the fault.
+/// Error of an operation that ended before the phase of the fault.
 ///
 /// The fault was not injected yet. On a busy host a side can be silent for longer than the peer
 /// timeout without any fault.
 #[derive(Debug)]
-struct Early {
-    phase: Phase,
-    status: Value,
+pub(super) struct Early {
+    pub(super) phase: Phase,
+    pub(super) status: Value,
 }
 
 impl std::fmt::Display for Early {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "the migration did not reach the phase {}: {}", self.phase, self.status)
+        write!(f, "the phase {} was not reached: {}", self.phase, self.status)
     }
 }
 
@@ -86,6 +88,11 @@ impl Case {
         }
     }
 
+    /// Returns whether the guest is handed over inside this host.
+    fn local(self) -> bool {
+        self.mode == "local"
+    }
+
     fn load(self) -> &'static str {
         if self.encoded { COMPRESSIBLE_LOAD } else { LOAD }
     }
@@ -103,7 +110,13 @@ impl std::fmt::Display for Case {
 pub(super) fn run(case: Case, arbiter: Option<&str>) -> Result<(Ran, u32)> {
     let mut attempt = 1;
     loop {
-        match once(case, arbiter) {
+        let ran = match case.mode {
+            "file" => disk::run(case),
+            "snapshot" => snapshot::run(case),
+            "branch" => branch::run(case),
+            _ => once(case, arbiter),
+        };
+        match ran {
             Err(error) if attempt < ATTEMPTS && error.is::<Early>() => {
                 eprintln!("faults: retrying {case}: {error:#}");
                 attempt += 1;
@@ -121,20 +134,26 @@ fn once(case: Case, arbiter: Option<&str>) -> Result<Ran> {
         [&args.iter().map(|arg| (*arg).to_owned()).collect::<Vec<_>>()[..], &arbiter].concat()
     };
     let limit = |fault| (case.fault == fault).then(|| Budget::new(ALL_MEMORY)).transpose();
+    let address = |name: &str| match case.local() {
+        true => format!("unix:{}", folder.0.join(name).display()),
+        false => "tcp:127.0.0.1:0".to_owned(),
+    };
+    let incoming = address("move");
     let start = Start {
-        args: with(&["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", PEER_TIMEOUT]),
+        args: with(&["--incoming", &incoming, "--peer-timeout", PEER_TIMEOUT]),
         budget: limit(Fault::PressTarget)?,
-        other_clock: case.fault == Fault::Clock,
+        within: (case.fault == Fault::Clock).then(another_clock),
         ..case.start()
     };
     let mut target = Side::start(start, &folder.0, "target")?;
+    let backing = if case.local() { "memfd" } else { "anonymous" };
     let start = Start {
-        args: with(&["--workload", case.load()]),
+        args: with(&["--workload", case.load(), "--memory-backing", backing]),
         budget: limit(Fault::PressSource)?,
         ..case.start()
     };
     let mut source = Side::start(start, &folder.0, "source")?;
-    let link = Link::to(target.address()?)?;
+    let link = Link::to(target.incoming()?.parse()?, &address("link").parse()?)?;
     source.working()?;
     reach(case, &link, &mut source).with_context(|| format!("the target: {}", target.said()))?;
     let began = Instant::now();
@@ -147,8 +166,16 @@ fn once(case: Case, arbiter: Option<&str>) -> Result<Ran> {
         End::Moved => target.whole()?,
         End::Stayed => source.whole()?,
         End::Unknown | End::Lost | End::Died => {}
+        End::Copied | End::Copy => bail!("a move leaves no copy"),
     }
     Ok(Ran { end, took, killed })
+}
+
+/// Returns a command that runs its further arguments with a monotonic clock that is a day ahead.
+fn another_clock() -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--time", "--monotonic", "86400", "--boottime", "86400", "--fork", "--kill-child"]);
+    command
 }
 
 /// Starts the migration, waits until it reaches the phase of the fault, and holds it there.
@@ -178,6 +205,9 @@ fn reach(case: Case, link: &Link, source: &mut Side) -> Result<()> {
 }
 
 fn request(case: Case, link: &Link) -> Result<MigrateRequest> {
+    if case.local() {
+        return Ok(MigrateRequest { local: true, peer_timeout_ms: 1000, ..MigrateRequest::to(&link.uri()) });
+    }
     let mode = match case.mode {
         "precopy" => "precopy",
         "postcopy" => "postcopy",
@@ -203,8 +233,8 @@ fn request(case: Case, link: &Link) -> Result<MigrateRequest> {
 
 fn apply(fault: Fault, link: &Link, source: &mut Side, target: &mut Side) -> Result<()> {
     match fault {
-        // These faults are in effect from the start.
-        Fault::Clock | Fault::SlowDisk => {}
+        // The clock differs from the start.
+        Fault::Clock => {}
         Fault::PressSource | Fault::PressTarget => {
             let side = if fault == Fault::PressSource { source } else { target };
             side.budget().context("no limit of memory")?.squeeze(LEAST_MEMORY)?;
@@ -223,6 +253,7 @@ fn apply(fault: Fault, link: &Link, source: &mut Side, target: &mut Side) -> Res
         Fault::Stall(channel) => link.harm(Harm::Stall, Some(channel)),
         Fault::Corrupt(channel) => link.harm(Harm::Corrupt, Some(channel)),
         Fault::Truncate(channel) => link.harm(Harm::Truncate, Some(channel)),
+        other => bail!("{other} has no effect on a move over a link"),
     }
     link.release();
     Ok(())

@@ -63,7 +63,7 @@ impl TestPair {
     ) -> Result<(Side, String)> {
         let args = ["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", "3s"].map(String::from).to_vec();
         let mut target = Side::start(Start { guest, memory, args, ..Start::default() }, &folder.0, name)?;
-        let uri = format!("tcp:{}", target.address()?);
+        let uri = target.incoming()?;
         Ok((target, uri))
     }
 

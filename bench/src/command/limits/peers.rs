@@ -35,7 +35,7 @@ pub(super) fn deaf(what: &str, case: &mut Case, wrong: &mut Vec<String>) -> Resu
         _ => (Phase::FirstPass, Some(Channel::Bulk)),
     };
     let mut pair = TestPair::new("process", "64M", LOAD)?;
-    let link = Link::to(pair.target.address()?)?;
+    let link = Link::to(pair.uri.parse()?, &"tcp:127.0.0.1:0".parse()?)?;
     let before = speed(&mut pair.source)?;
     link.hold_at(phase);
     pair.start_migration(&TestPair::request(&link.uri()))?;

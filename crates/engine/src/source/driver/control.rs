@@ -6,6 +6,7 @@ use crate::channel::{SendError, Stream, read_message, send_message, send_message
 use crate::heartbeat::Heartbeat;
 use crate::source::inbox::{Input, Numbered};
 use crate::vm::caught_io;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -34,6 +35,13 @@ pub(super) struct NotSent {
     pub(super) nothing_left: bool,
     /// Refusal for a message that is larger than the protocol allows.
     pub(super) too_large: Option<Refusal>,
+}
+
+/// Returns true if the peer has closed its side of the connection. Bytes that it sent before may
+/// still be unread.
+fn closed_by_peer(stream: &Stream) -> bool {
+    let mut ended = [PollFd::new(stream, PollFlags::RDHUP)];
+    poll(&mut ended, Some(&Timespec::default())).is_ok_and(|count| count > 0)
 }
 
 impl Control {
@@ -69,6 +77,12 @@ impl Control {
             }
             _ => context.settings.peer_timeout,
         };
+        if *message == ToTarget::Commit && closed_by_peer(&self.stream) {
+            // The target has given up, for example because this process was stopped for too long.
+            // With a commit that it cannot answer, the owner of the guest would be unknown.
+            let error = io::ErrorKind::BrokenPipe.into();
+            return self.told(message, Err(SendError { nothing_left: true, error }));
+        }
         self.told(message, send_message(&self.stream, message, longest))
     }
 
@@ -148,5 +162,24 @@ fn lost(peer: &str, error: &io::Error, silence: Duration) -> String {
         }
         io::ErrorKind::TimedOut => format!("nothing was heard of the target {peer} for {silence:?}"),
         _ => format!("the link to {peer} failed: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channel_that_the_peer_has_closed_is_recognized_behind_unread_bytes() {
+        let (own, peer) = crate::channel::test_pair();
+        assert!(!closed_by_peer(&own));
+        peer.send_bytes_within(b"bytes", Duration::from_secs(10)).map_err(|failed| failed.error).unwrap();
+        assert!(!closed_by_peer(&own));
+        drop(peer);
+        let deadline = std::time::Instant::now() + Duration::from_secs(10);
+        while !closed_by_peer(&own) {
+            assert!(std::time::Instant::now() < deadline, "the end of the channel was not noticed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
