@@ -116,7 +116,8 @@ pub(super) struct BenchArgs {
     pub(super) json: Option<PathBuf>,
     /// Write the results as a page with charts to this file
     ///
-    /// Only the benches reaper, free-page, density, postcopy, stalls, scale and codec have a page.
+    /// Only the benches reaper, free-page, density, postcopy, stalls, scale, codec, snapshot,
+    /// branch and upgrade have a page.
     #[arg(long, value_name = "FILE", help_heading = RESULTS)]
     pub(super) html: Option<PathBuf>,
 }

@@ -101,10 +101,13 @@ fn bench(args: &BenchArgs) -> Result<()> {
                 | BenchName::Stalls
                 | BenchName::Scale
                 | BenchName::Codec
+                | BenchName::Snapshot
+                | BenchName::Branch
+                | BenchName::Upgrade
         )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why = "scan, migrate, rtt, snapshot, branch, upgrade, plan, faults, soak, limits and fence draw no page; omit --html";
+        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.traces && args.name != BenchName::Reaper {
