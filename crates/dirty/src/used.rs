@@ -134,7 +134,7 @@ mod tests {
         fn new() -> Self {
             let folder = vmferry_testkit::Folder::new();
             let path = folder.path("pages");
-            File::create(&path).unwrap().write_all(&vec![7; PAGES as usize * 4096]).unwrap();
+            File::create(&path).unwrap().write_all(&vec![7; usize::try_from(PAGES << 12).unwrap()]).unwrap();
             let file = Arc::new(OwnedFd::from(File::open(&path).unwrap()));
             let (len, flags) = (PAGES << 12, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
             let access = libc::PROT_READ | libc::PROT_WRITE;

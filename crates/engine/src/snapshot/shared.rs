@@ -65,7 +65,6 @@ pub struct SharedRestore {
 
 impl SharedRestore {
     /// Returns the report of the restored guest.
-    #[must_use]
     pub fn received(&self) -> &Received {
         &self.received
     }
