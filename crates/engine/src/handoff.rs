@@ -121,7 +121,13 @@ fn check_file(shared: &RegionFile, len: u64) -> Result<(), VmError> {
         |why: String| VmError::new(format!("the memory of {} cannot be shared: {why}", shared.region));
     let stat = rustix::fs::fstat(&shared.file).map_err(|error| wrong(error.to_string()))?;
     let size = u64::try_from(stat.st_size).unwrap_or(0);
-    let end = shared.offset.checked_add(len).filter(|_| shared.offset.is_multiple_of(PAGE_SIZE));
+    if !shared.offset.is_multiple_of(PAGE_SIZE) {
+        return Err(wrong(format!(
+            "it begins at byte {} of its file, which is no whole page",
+            shared.offset
+        )));
+    }
+    let end = shared.offset.checked_add(len);
     if end.is_none_or(|end| end > size) {
         return Err(wrong(format!("its file has {size} bytes, not {len} from {} on", shared.offset)));
     }
@@ -222,7 +228,7 @@ mod tests {
         for (file, offset, says) in [
             (sealed(whole - 4096), 0, "its file has 1044480 bytes"),
             (sealed(whole), 4096, "not 1048576 from 4096 on"),
-            (sealed(whole * 2), 100, "not 1048576 from 100 on"),
+            (sealed(whole * 2), 100, "begins at byte 100"),
             (sealed(whole), u64::MAX - 4095, "its file has"),
             (file(whole, SealFlags::GROW), 0, "seal it with F_SEAL_SHRINK"),
             (File::open("/dev/zero").unwrap().into(), 0, "its file has 0 bytes"),

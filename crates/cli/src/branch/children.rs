@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
@@ -168,8 +168,19 @@ impl Started {
     fn failed(&mut self) -> anyhow::Error {
         let ended = self.process.try_wait().ok().flatten();
         let ended = ended.map_or_else(|| "did not answer in time".to_owned(), |how| format!("ended ({how})"));
-        let said = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let said = end_of(&self.log).unwrap_or_default();
         let said = said.lines().last().unwrap_or("it left no message");
         anyhow::anyhow!("the process of {} {ended}: {}", self.api.display(), printable(said))
     }
+}
+
+/// Returns the end of the file at `path`, at most 4 KiB of it.
+fn end_of(path: &Path) -> io::Result<String> {
+    const MOST: u64 = 4096;
+    let mut file = File::open(path)?;
+    let len = file.metadata()?.len();
+    file.seek(SeekFrom::Start(len.saturating_sub(MOST)))?;
+    let mut bytes = Vec::new();
+    file.take(MOST).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }

@@ -6,6 +6,7 @@ use crate::api::{GuestPlace, RunContext};
 use crate::guest::Machine;
 use anyhow::{Context, Result, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -100,7 +101,9 @@ fn perform(
 /// Waits until the client says that the children are ready.
 fn await_children(socket: BorrowedFd<'_>) -> Result<(), VmError> {
     let read = || -> Result<()> {
-        if poll(&mut [PollFd::new(&socket, PollFlags::IN)], Some(&CHILDREN))? == 0 {
+        // A signal begins the wait again. The command limits the time as a whole.
+        let ready = retry_on_intr(|| poll(&mut [PollFd::new(&socket, PollFlags::IN)], Some(&CHILDREN)))?;
+        if ready == 0 {
             bail!("the children were not ready in time");
         }
         let mut byte = [0];

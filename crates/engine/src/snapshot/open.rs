@@ -318,9 +318,9 @@ impl SnapshotPages {
             }
             let table = file.table(position, block).map_err(|error| self.of_file(number, error))?;
             let Some(table) = table else { continue };
-            for slot in 0..slots {
-                if !found[slot] && table.entry(slot) != PageEntry::Base {
-                    (found[slot], left) = (true, left - 1);
+            for (slot, found) in found.iter_mut().enumerate().take(slots) {
+                if !*found && table.entry(slot) != PageEntry::Base {
+                    (*found, left) = (true, left - 1);
                     pages.table.copy_entry(slot, &table);
                     pages.files[slot] = number;
                 }
