@@ -87,7 +87,7 @@ fn each_file_of_a_chain_is_its_instant() {
         let new = changes.iter().filter(|(_, zero)| !zero).count() as u64 + BY_SAVE;
         assert_eq!(report.bytes.raw_pages, new, "round {round}");
         // Each round adds one page with content that was zero before, or two and one less.
-        expected = expected + [0, 1, 0][round];
+        expected += [0, 1, 0][round];
         let figures = report.snapshot.unwrap();
         assert_eq!(figures.base_pages, expected - new, "round {round}");
         assert_eq!(figures.base.as_deref(), paths[round].file_name().unwrap().to_str());
