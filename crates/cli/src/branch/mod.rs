@@ -194,8 +194,8 @@ fn arguments(start: &StartArguments, args: &BranchArgs) -> Result<SuccessorArgum
         "--net: {} children cannot share a tap; write tap=NAME{{}}, where {{}} stands for the number of the child",
         args.count
     );
-    // A second process cannot listen at the same address. The descriptors that were passed belong to
-    // the parent. A child's memory is never allocated in advance.
+    // A second process cannot listen at the same address. The descriptors that were passed belong
+    // to the parent. A child's memory is never allocated in advance.
     let unshared = ["metrics", "metrics-public", "pass-fd", "prealloc", "balloon-auto"];
     Ok(unshared.iter().fold(parent, |all, name| all.without(name)))
 }
