@@ -23,6 +23,7 @@ use vmferry_report::json::Document;
 
 use crate::cases::{self, Figures, metric};
 use crate::density::Budget;
+use crate::first_touch::{self, Sharing, Touches};
 use crate::goal;
 use crate::host;
 use crate::reaper::to_f64;
@@ -295,6 +296,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
         cases::add(&mut document, (&group, &[("touched_bytes", (*touched).into())]), &sides, Run::figures);
     }
     run_cold(options, ours, &mut rounds, &mut document);
+    run_first_touch(options, &mut rounds, &mut document);
     let fleets = [Kind::Process, Kind::Kvm].map(|kind| Side { kind, way: Way::Branch }).into_iter();
     let fleets = rounds.run(
         fleets.filter(|side| options.selected(&format!("density/{side}"))),
@@ -327,6 +329,18 @@ fn run_cold(options: &Options, ours: &mut dyn OurRunner, rounds: &mut Rounds<'_>
     cases::add(document, ("cold", &[("touched_bytes", touched.into())]), &sides, |cold| {
         let pages = cold.recorded.map(|pages| ("recorded_pages", to_f64(pages)));
         [("child_runs_ms", cold.runs_ms), ("set_used_ms", cold.used_ms)].into_iter().chain(pages).collect()
+    });
+}
+
+fn run_first_touch(options: &Options, rounds: &mut Rounds<'_>, document: &mut Document) {
+    let name = |way: Sharing| format!("first-touch/{way}");
+    let ways = [Sharing::Private, Sharing::MinorFaults].into_iter();
+    let ways = ways.filter(|way| options.selected(&name(*way)));
+    let ways = rounds.run(ways, name, |way, _| {
+        first_touch::measure(way).map_err(|error| Stop::Skip(format!("{way}: {error}")))
+    });
+    cases::add(document, ("first-touch", &[]), &ways, |touches: &Touches| {
+        BTreeMap::from([("read_us", touches.read_us), ("write_us", touches.write_us)])
     });
 }
 

@@ -18,6 +18,7 @@ pub mod command;
 pub mod cpu;
 pub mod density;
 pub mod etcd;
+mod first_touch;
 pub mod floor;
 pub mod footprint;
 pub mod free_page;

@@ -17,6 +17,12 @@ const DENSITY: &str = "density";
 /// Name of the group of cases that start from a snapshot which is not in the page cache.
 const COLD: &str = "cold";
 
+/// Name of the group of cases that compare ways to share memory.
+const FIRST_TOUCH: &str = "first-touch";
+
+/// Columns of the table of ways to share memory.
+const ACCESSES: &[Column] = &[("read us", "read_us", 2, true), ("write us", "write_us", 2, true)];
+
 /// Columns of the table of one child.
 const ONE: &[Column] = &[
     ("pause ms", "pause_ms", 2, true),
@@ -60,8 +66,9 @@ fn tables(document: &Document) -> Vec<TextTable> {
         TextTable { title, head: head(columns), rows: ran.map(|case| cells(case, columns)).collect() }
     };
     let mut all = vec![
-        table("One child", ONE, |group| group != DENSITY && group != COLD),
+        table("One child", ONE, |group| ![DENSITY, COLD, FIRST_TOUCH].contains(&group)),
         table("Many children", MANY, |group| group == DENSITY),
+        table("First access to a shared page", ACCESSES, |group| group == FIRST_TOUCH),
         table("Start from a cold snapshot", FROM_COLD, |group| group == COLD),
         by_memory::growth(document, &[("KVM guest, branch", "")]),
         TextTable { title: "Goals", head: GOALS.into(), rows: tables::goals(document) },
