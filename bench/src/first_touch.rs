@@ -1,8 +1,9 @@
 //! First accesses to memory that a child shares with its parent, by two ways to share it.
 //!
 //! Both ways map a memfd privately, so that a write copies the page. With [`Sharing::Private`], the
-//! kernel serves the page faults. With [`Sharing::MinorFaults`], each page that is not mapped yet raises
-//! a minor fault of userfaultfd, and a thread maps it and its neighbours (`UFFDIO_CONTINUE`).
+//! kernel serves the page faults. With [`Sharing::MinorFaults`], each page that is not mapped yet
+//! raises a minor fault of userfaultfd, and a thread maps it and its neighbours
+//! (`UFFDIO_CONTINUE`).
 
 use std::fmt;
 use std::fs::File;
