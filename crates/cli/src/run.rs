@@ -242,6 +242,11 @@ impl Kept {
             shared.end_recording();
         }
     }
+
+    /// Ends the recording of the working set. Returns the answer for the client.
+    fn finish_recording(&mut self) -> Result<Value> {
+        self.shared.as_mut().context("the guest does not run from a shared snapshot")?.finish()
+    }
 }
 
 /// Origin of the guest.
@@ -450,19 +455,12 @@ fn serve(
         match order {
             Order::Look => {}
             Order::EndRecording => {
-                let ended = kept.shared.as_mut().context("the guest does not run from a shared snapshot");
-                let _ =
-                    reply.send(ended.and_then(|guest| guest.finish()).map_err(|error| advice::told(&error)));
+                let _ = reply.send(kept.finish_recording().map_err(|error| advice::told(&error)));
             }
             Order::Migrate(request) => {
                 limiter.give_way();
                 if let Some((GuestPlace::Moved, status)) = moving::begin(machine, shared, &request, &reply) {
-                    match status {
-                        Status::Lost => {
-                            eprintln!("vmferry: the guest that was to move to {} is lost", request.uri)
-                        }
-                        _ => eprintln!("vmferry: the guest has moved to {}", request.uri),
-                    }
+                    print_moved(status, &request.uri);
                     (moved, ends) = (Some(Instant::now()), status);
                 }
             }
@@ -479,6 +477,14 @@ fn serve(
                 let _ = reply.send(done.map_err(|error| advice::told(&error)));
             }
         }
+    }
+}
+
+/// Prints where the guest is, after a migration to `uri` that ended with `status`.
+fn print_moved(status: Status, uri: &str) {
+    match status {
+        Status::Lost => eprintln!("vmferry: the guest that was to move to {uri} is lost"),
+        _ => eprintln!("vmferry: the guest has moved to {uri}"),
     }
 }
 

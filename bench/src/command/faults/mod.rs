@@ -30,7 +30,7 @@ use vmferry_report::json::{Case as Line, Document};
 
 const GUESTS: [&str; 2] = ["process", "kvm"];
 const MODES: [&str; 7] = ["precopy", "postcopy", "hybrid", "file", "local", "snapshot", "branch"];
-/// Modes of which `--quick` selects one, because they have the same phases and faults.
+/// Modes with the same phases and faults. `--quick` selects one of them.
 const OVER_A_LINK: [&str; 3] = ["precopy", "postcopy", "hybrid"];
 
 /// Returns all cases. With `quick`, each fault at each phase occurs once, with a guest and, for a

@@ -61,15 +61,7 @@ impl World {
                 }
                 Event::Resumed
             }
-            Action::Save { .. } => {
-                // Saving may write guest memory while the guest is stopped.
-                self.memory.write_in_use(&mut self.rng);
-                self.frozen = self.is_local().then(|| self.memory.pages.clone());
-                if self.is_local() && self.defect == Defect::WritesAfterSaving {
-                    self.memory.write_in_use(&mut self.rng);
-                }
-                Event::Saved { sections: self.sections() }
-            }
+            Action::Save { .. } => self.save(),
             Action::Release => {
                 self.source.holds &= failed || self.defect == Defect::KeepsDisks;
                 Event::Released
@@ -107,6 +99,16 @@ impl World {
             }
         }
         self.source.streamed = Some(failed.unwrap_or(Event::StateStreamed { bytes, left: 0 }));
+    }
+
+    fn save(&mut self) -> Event {
+        // Saving may write guest memory while the guest is stopped.
+        self.memory.write_in_use(&mut self.rng);
+        self.frozen = self.is_local().then(|| self.memory.pages.clone());
+        if self.is_local() && self.defect == Defect::WritesAfterSaving {
+            self.memory.write_in_use(&mut self.rng);
+        }
+        Event::Saved { sections: self.sections() }
     }
 
     /// Returns some device state.

@@ -46,7 +46,7 @@ impl Shares {
     }
 }
 
-/// Calls `work` on `count` threads, of which the calling thread is one, and waits for all of them.
+/// Calls `work` on `count` threads, including the calling thread, and waits for all of them.
 /// Returns the first error. When a call fails, `stop` is called, and should make the others end.
 pub(super) fn on_threads<E: From<VmError> + Send>(
     count: usize,
