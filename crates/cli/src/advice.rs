@@ -105,9 +105,17 @@ const GONE: Failure = Failure {
            guest runs at the target; otherwise it ended with the process at the source",
 };
 
+const SILENT: Failure = Failure {
+    state: "unknown",
+    outcome: Some("unknown"),
+    status: 3,
+    text: "the process that has the guest does not answer (WHY), and its migration to URI may continue. Check both processes with \
+           `vmferry status`: the guest is in the one that reports the place `running`. End neither before",
+};
+
 /// All failure states, in the order of the table.
 #[cfg(test)]
-pub(crate) const ALL: [Failure; 10] = [
+pub(crate) const ALL: [Failure; 11] = [
     CANCELLED,
     FAILED,
     HELD,
@@ -118,6 +126,7 @@ pub(crate) const ALL: [Failure; 10] = [
     UNKNOWN,
     LOST,
     GONE,
+    SILENT,
 ];
 
 /// Returns the failure state of a migration that did not complete, from its status document.
@@ -132,6 +141,7 @@ pub(crate) fn failure(report: &Value) -> Failure {
         Some("cancelled") => CANCELLED,
         Some("failed") if report["stands_still"] == true => HELD,
         Some("unknown") if report["source_gone"] == true => GONE,
+        Some("unknown") if report["source_silent"] == true => SILENT,
         Some("unknown") => UNKNOWN,
         Some(_) => FAILED,
     }
@@ -299,6 +309,8 @@ mod tests {
         unknown["state"] = json!("unknown");
         let mut gone = ended("unknown");
         gone["source_gone"] = json!(true);
+        let mut silent = ended("unknown");
+        silent["source_silent"] = json!(true);
         let mut held = ended("failed");
         held["stands_still"] = json!(true);
         let reports = [
@@ -312,6 +324,7 @@ mod tests {
             ended("unknown"),
             ended("lost"),
             gone,
+            silent,
         ];
         for (report, failure) in reports.iter().zip(ALL) {
             assert_eq!(super::failure(report), failure, "{report}");

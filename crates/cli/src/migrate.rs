@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use vmferry_control::ClientError;
 use vmferry_engine::{BulkLimit, Uri};
 
 /// Interval at which the status is read.
@@ -35,25 +36,21 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
     }
     let (uri, handed) = PassedDescriptors::over(&mut client, &args.uri, inherited)?;
     request.uri = uri.to_string();
-    if let Err(error) = client.call("migrate", serde_json::to_value(request)?) {
-        handed.take_back(&mut client);
-        return Err(error);
-    }
+    let unanswered = match begin(&mut client, "migrate", serde_json::to_value(request)?) {
+        Ok(unanswered) => unanswered,
+        Err(error) => {
+            handed.take_back(&mut client);
+            return Err(error);
+        }
+    };
     stage.begun.store(true, Ordering::Release);
     let mut on_event = |status: &Value| {
         if let Some(events) = &events {
             events.publish(status);
         }
     };
-    let watched = watch(&mut client, args.max_bandwidth, &stage.interrupted, &mut on_event);
-    let report = match watched {
-        Ok(report) => report,
-        Err(error) => {
-            // The error must not wait for the reader of the events.
-            events.into_iter().for_each(|events| events.finish(ctrl_c::SAID_WITHIN));
-            return Err(error);
-        }
-    };
+    let report = unanswered
+        .unwrap_or_else(|| watch(&mut client, args.max_bandwidth, &stage.interrupted, &mut on_event));
     let detached = report["detached"] == true;
     let status = if detached { Status::Done } else { output::exit_status(&report) };
     let _ = stage.ended.set(status);
@@ -177,17 +174,31 @@ pub(crate) fn tracker(arg: TrackerArg) -> Option<String> {
     arg.kind().map(|kind| kind.to_string())
 }
 
+/// Sends the command that begins a migration or a snapshot. Returns `None` if the process accepted
+/// the command. If the process did not answer, it may have begun; then the document says that the
+/// result is unknown.
+///
+/// # Errors
+/// Returns an error if the process refused the command.
+pub(crate) fn begin(client: &mut Client, command: &str, request: Value) -> Result<Option<Value>> {
+    match client.call(command, request) {
+        Ok(_) => Ok(None),
+        Err(error) if matches!(error.downcast_ref(), Some(ClientError::Refused(_))) => Err(error),
+        Err(error) => Ok(Some(unanswered(&error, false))),
+    }
+}
+
 /// Shows the progress of a migration until its end, and returns its document. `limit` is its
 /// bandwidth limit in bytes per second.
 ///
 /// Ctrl-C cancels the migration while that is possible. After the handover the source cannot cancel
-/// it.
+/// it. If the process of the source does not answer, the document says that the owner is unknown.
 pub(crate) fn watch(
     client: &mut Client,
     limit: Option<u64>,
     interrupted: &AtomicBool,
     on_event: &mut dyn FnMut(&Value),
-) -> Result<Value> {
+) -> Value {
     let mut bar = Progress::new(limit);
     let mut handed_over = false;
     loop {
@@ -195,7 +206,7 @@ pub(crate) fn watch(
             Ok(status) => status,
             Err(error) => {
                 bar.finish();
-                return if api::is_gone(&error) { Ok(source_died(&error, handed_over)) } else { Err(error) };
+                return unanswered(&error, handed_over);
             }
         };
         on_event(&status);
@@ -206,21 +217,21 @@ pub(crate) fn watch(
         }
         if !status["outcome"].is_null() || awaits {
             bar.finish();
-            return Ok(status);
+            return status;
         }
         bar.show(&status);
         if interrupted.swap(false, Ordering::AcqRel) {
             if handed_over && status["state"] == "postcopy" {
                 bar.finish();
                 status["detached"] = json!(true);
-                return Ok(status);
+                return status;
             }
             if handed_over {
                 // The link is lost, so the rest of the memory may not follow. The command ends with
                 // the current status.
                 status["error"] = status["progress"]["interrupted"].clone();
                 bar.finish();
-                return Ok(status);
+                return status;
             }
             // The cancel is refused only if the migration has just ended, which the next status
             // says.
@@ -230,10 +241,16 @@ pub(crate) fn watch(
     }
 }
 
-/// Returns the document of a migration whose source process is gone. The guest is lost if it needed
-/// the source. Otherwise the owner is unknown: the source may have handed the guest over after the
-/// last status.
-fn source_died(error: &anyhow::Error, handed_over: bool) -> Value {
+/// Returns the document of a migration whose source process does not answer.
+///
+/// If the process is gone, the guest is lost if it needed the source. Otherwise the owner is
+/// unknown: the source may have handed the guest over after the last status.
+fn unanswered(error: &anyhow::Error, handed_over: bool) -> Value {
+    if !api::is_gone(error) {
+        return json!({
+            "state": "unknown", "outcome": "unknown", "source_silent": true, "error": format!("{error:#}")
+        });
+    }
     if handed_over {
         let error = format!("the process that had the rest of the guest's memory is gone: {error:#}");
         return json!({ "state": "lost", "outcome": "lost", "error": error });

@@ -2,7 +2,7 @@
 
 use crate::api::{Client, SnapshotRequest};
 use crate::args::{heading, size, time};
-use crate::migrate::watch;
+use crate::migrate::{begin, watch};
 use crate::usage::wrong_usage;
 use crate::{Status, ctrl_c, output};
 use anyhow::{Context, Result};
@@ -155,12 +155,13 @@ fn take(args: &TakeArgs) -> Result<Status> {
     let json_out = args.json.as_deref().map(output::open).transpose()?;
     let stage = ctrl_c::caught(&args.api)?;
     let mut client = Client::connect(&args.api)?;
-    client.call("snapshot", serde_json::to_value(args.request())?)?;
+    let unanswered = begin(&mut client, "snapshot", serde_json::to_value(args.request())?)?;
     stage.begun.store(true, Ordering::Release);
-    if args.has_hooks() {
+    if unanswered.is_none() && args.has_hooks() {
         hooks(args, &mut client)?;
     }
-    let report = watch(&mut client, args.max_bandwidth, &stage.interrupted, &mut |_| {})?;
+    let report =
+        unanswered.unwrap_or_else(|| watch(&mut client, args.max_bandwidth, &stage.interrupted, &mut |_| {}));
     let status = output::exit_status(&report);
     let _ = stage.ended.set(status);
     if let Err(error) = print_report(json_out, &report, status) {
@@ -195,6 +196,10 @@ fn advice(report: &Value, uri: &Uri) -> String {
             "{uri} was not written. The guest is stopped because it could not be resumed: {why}. `vmferry resume` tries again"
         ),
         Some("cancelled") => format!("{uri} was not written ({why}); the guest runs on"),
+        Some("unknown") if report["source_silent"] == true => format!(
+            "it is not known whether {uri} was written: the process of the guest does not answer ({why}), and may still write it. A file \
+             with this name is complete. `vmferry status` shows whether the process answers again"
+        ),
         Some("unknown") => format!(
             "it is not known whether {uri} was written: the process of the guest is gone ({why}). A file with this name is complete"
         ),

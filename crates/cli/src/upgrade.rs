@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use vmferry_control::{ClientError, Server};
+use vmferry_control::Server;
 use vmferry_engine::Uri;
 
 /// Interval at which the command checks whether the new process is ready.
@@ -74,15 +74,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<Status> {
     drop(ends);
     new.wait_until_ready(args, &stage)?;
     let ready = began.elapsed();
-    let mut report = match hand_over(&mut old, sockets, &stage) {
-        Ok(report) => report,
-        Err(NotHandedOver::Stays(error)) => return Err(error.context("the guest stays in the old process")),
-        Err(NotHandedOver::Unanswered(error)) => {
-            new.release();
-            output::print_message(&unanswered(&error, &args.api, new.pid()));
-            return Ok(Status::Unknown);
-        }
-    };
+    let mut report = hand_over(&mut old, sockets, &stage).context("the guest stays in the old process")?;
     let status = output::exit_status(&report);
     let _ = stage.ended.set(status);
     report["upgrade"] = json!({
@@ -262,48 +254,38 @@ impl Drop for NewProcess {
     }
 }
 
-/// Reason why no report of the handoff is known.
-#[derive(Debug)]
-enum NotHandedOver {
-    /// The handoff has not begun and will not begin.
-    Stays(anyhow::Error),
-    /// The old process did not answer after it was told to begin.
-    Unanswered(anyhow::Error),
-}
-
-/// Makes the old process hand over the guest, and returns the report.
-fn hand_over(
-    old: &mut Client,
-    sockets: Vec<UnixStream>,
-    stage: &Stage,
-) -> std::result::Result<Value, NotHandedOver> {
+/// Makes the old process hand over the guest, and returns the report. If the old process does not
+/// answer, the report says that the owner is unknown.
+///
+/// # Errors
+/// Returns an error if the handoff has not begun and will not begin.
+fn hand_over(old: &mut Client, sockets: Vec<UnixStream>, stage: &Stage) -> Result<Value> {
     let names: Vec<_> = (0..sockets.len()).map(|n| format!("upgrade-{}-{n}", std::process::id())).collect();
     for (name, socket) in names.iter().zip(&sockets) {
-        old.pass(name, socket.as_fd()).map_err(NotHandedOver::Stays)?;
+        old.pass(name, socket.as_fd())?;
     }
     // From now on, the old process alone has these ends.
     drop(sockets);
     let request = MigrateRequest { local: true, ..MigrateRequest::to(&Uri::Fd(names.clone()).to_string()) };
-    let request = serde_json::to_value(request).map_err(|error| NotHandedOver::Stays(error.into()))?;
-    if let Err(error) = old.call("migrate", request) {
-        if !matches!(error.downcast_ref(), Some(ClientError::Refused(_))) {
-            return Err(NotHandedOver::Unanswered(error));
-        }
+    let unanswered = migrate::begin(old, "migrate", serde_json::to_value(request)?);
+    if unanswered.is_err() {
         for name in &names {
             let _ = old.close(name);
         }
-        return Err(NotHandedOver::Stays(error));
     }
+    let unanswered = unanswered?;
     stage.begun.store(true, Ordering::Release);
-    migrate::watch(old, None, &stage.interrupted, &mut |_| {}).map_err(NotHandedOver::Unanswered)
+    Ok(unanswered.unwrap_or_else(|| migrate::watch(old, None, &stage.interrupted, &mut |_| {})))
 }
 
-/// Returns the message about an old process that did not answer with `error`.
-fn unanswered(error: &anyhow::Error, api: &Path, new: u32) -> String {
+/// Returns the message about an old process that did not answer.
+fn unanswered(report: &Value, api: &Path) -> String {
     format!(
-        "the process that has the guest does not answer ({error:#}), so it is not known whether it hands the guest over to process {new}. End \
-         neither process before `vmferry status --api {}` or `vmferry status --api {}` reports the place `running`: the guest is in the \
-         process that reports it",
+        "the process that has the guest does not answer ({}), so it is not known whether it hands the guest over to process {}. End neither \
+         process before `vmferry status --api {}` or `vmferry status --api {}` reports the place `running`: the guest is in the process \
+         that reports it",
+        report["error"].as_str().unwrap_or("no reason was given"),
+        report["upgrade"]["to_pid"],
         api.display(),
         waiting_at(api).display()
     )
@@ -332,7 +314,12 @@ fn conclude(
     let upgrade = &report["upgrade"];
     if status != Status::Done {
         // The control socket of the new process names the target of the advice.
-        output::print_message(&advice::advice(report, &Uri::Unix(waiting_at(&args.api))));
+        let message = if report["source_silent"] == true {
+            unanswered(report, &args.api)
+        } else {
+            advice::advice(report, &Uri::Unix(waiting_at(&args.api)))
+        };
+        output::print_message(&message);
         return Ok(());
     }
     let ms = |field: &str| report[field].as_f64().unwrap_or(0.0);
@@ -366,7 +353,7 @@ mod tests {
 
     /// Hands over the guest of a process that executes each command, except that it answers
     /// `command` with `answer`.
-    fn handed_over(command: &str, answer: Answer) -> std::result::Result<Value, NotHandedOver> {
+    fn handed_over(command: &str, answer: Answer) -> Result<Value> {
         let folder = Folder::new();
         let listener = UnixListener::bind(folder.file("api")).unwrap();
         std::thread::scope(|scope| {
@@ -403,18 +390,18 @@ mod tests {
             ("x-vmferry-migrate", Answer::Refused),
         ] {
             let result = handed_over(command, answer);
-            assert!(matches!(result, Err(NotHandedOver::Stays(_))), "{command} {answer:?}: {result:?}");
+            assert!(result.is_err(), "{command} {answer:?}: {result:?}");
         }
-        for (command, answer) in [
-            ("x-vmferry-migrate", Answer::Nonsense),
-            ("x-vmferry-migrate", Answer::End),
-            ("x-vmferry-status", Answer::Nonsense),
-            ("x-vmferry-status", Answer::Refused),
+        for (command, answer, field) in [
+            ("x-vmferry-migrate", Answer::Nonsense, "source_silent"),
+            ("x-vmferry-migrate", Answer::End, "source_gone"),
+            ("x-vmferry-status", Answer::Nonsense, "source_silent"),
+            ("x-vmferry-status", Answer::Refused, "source_silent"),
+            ("x-vmferry-status", Answer::End, "source_gone"),
         ] {
-            let result = handed_over(command, answer);
-            assert!(matches!(result, Err(NotHandedOver::Unanswered(_))), "{command} {answer:?}: {result:?}");
+            let report = handed_over(command, answer).unwrap();
+            assert_eq!(output::exit_status(&report), Status::Unknown, "{command} {answer:?}: {report}");
+            assert_eq!(report[field], true, "{command} {answer:?}: {report}");
         }
-        let report = handed_over("x-vmferry-status", Answer::End).unwrap();
-        assert_eq!(output::exit_status(&report), Status::Unknown, "{report}");
     }
 }

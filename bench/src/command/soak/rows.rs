@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 const LOAD: &str = super::LOAD;
 /// Time after which a row ends with as many operations as it has made.
-const LONGEST: Duration = Duration::from_secs(180);
+const LONGEST: Duration = Duration::from_secs(600);
 /// Number of samples of a row, at most.
 const SAMPLES: u32 = 200;
 /// Number of times that all pages of the guest and of its copy are checked in a row.

@@ -151,6 +151,7 @@ fn in_options(remedy: Remedy) -> Value {
         Remedy::Postcopy => "--mode",
         Remedy::SwitchNow => "vmferry switch",
         Remedy::Throttle { .. } => "--auto-converge",
+        Remedy::Encode => "--codec auto --delta auto",
         _ => return remedy.to_string().into(),
     };
     format!("{remedy} (`{option}`)").into()

@@ -205,6 +205,7 @@ impl Settings {
             peer_timeout: self.peer_timeout,
             reconnect_for: self.reconnect_for,
             arbiter: self.arbiter.is_some(),
+            encodes: self.codec != PageCodec::Raw || self.deltas != Deltas::Off,
         }
     }
 

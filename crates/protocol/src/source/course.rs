@@ -196,6 +196,7 @@ mod tests {
             limit: Duration::from_millis(300),
             throttled: false,
             may_hand_over: false,
+            encodes: false,
         };
         let elapsed = Duration::from_secs(10);
         Observations {

@@ -50,6 +50,7 @@ impl Judged {
             limit: context.settings.downtime_limit,
             throttled: slowed || self.throttles,
             may_hand_over: context.settings.may_hand_over(),
+            encodes: context.settings.encodes,
         })
     }
 

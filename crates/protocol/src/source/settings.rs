@@ -103,6 +103,9 @@ pub struct Settings {
     pub reconnect_for: Duration,
     /// True if there is an arbiter.
     pub arbiter: bool,
+    /// True if the host encodes pages. A session with raw pages that does not converge recommends
+    /// this.
+    pub encodes: bool,
 }
 
 impl Settings {
@@ -160,6 +163,7 @@ impl Default for Settings {
             peer_timeout: Duration::from_secs(10),
             reconnect_for: Duration::from_secs(60),
             arbiter: false,
+            encodes: false,
         }
     }
 }

@@ -62,6 +62,8 @@ pub enum Remedy {
         /// Share of the time for which each vCPU would be stopped, 0 to 1.
         share: f64,
     },
+    /// Encoded pages, which need less of the link if they compress or change little.
+    Encode,
     /// A faster link.
     Bandwidth {
         /// Bandwidth in bytes per second that suffices.
@@ -92,6 +94,7 @@ impl fmt::Display for Remedy {
             Self::Throttle { share } => {
                 write!(f, "throttling the guest for about {:.0} % of its time", share * 100.0)
             }
+            Self::Encode => f.write_str("encoded pages, if their content compresses or changes little"),
             Self::Bandwidth { enough, now } => {
                 write!(f, "a link with more than {} ({} now)", rate(enough), rate(now))
             }
@@ -126,6 +129,8 @@ pub struct PassState {
     pub throttled: bool,
     /// True if the guest may go over to postcopy.
     pub may_hand_over: bool,
+    /// True if pages are encoded already.
+    pub encodes: bool,
 }
 
 impl PassState {
@@ -214,6 +219,9 @@ impl PassState {
             help.push(Remedy::Throttle { share: self.needed_throttle() });
         }
         if dirty >= self.bandwidth * HEADWAY {
+            if !self.encodes {
+                help.push(Remedy::Encode);
+            }
             help.push(Remedy::Bandwidth { enough: dirty * 1.1, now: self.bandwidth });
         }
         help
@@ -257,6 +265,7 @@ mod tests {
         limit: Duration::from_millis(300),
         throttled: false,
         may_hand_over: false,
+        encodes: false,
     };
 
     #[test]
@@ -281,11 +290,19 @@ mod tests {
         let verdict = PassState { left: 98_000, ..STANDING }.judge();
         assert_eq!((verdict.converging, verdict.eta_s), (Some(false), None));
         let text = listed(&verdict.help);
-        for word in ["downtime limit of 4.4 s", "postcopy", "throttling the guest", "more than 110 MB/s"] {
+        for word in [
+            "downtime limit of 4.4 s",
+            "postcopy",
+            "throttling the guest",
+            "encoded pages",
+            "more than 110 MB/s",
+        ] {
             assert!(text.contains(word), "{word}: {text}");
         }
         let throttled = PassState { left: 98_000, throttled: true, ..STANDING }.judge();
         assert!(!throttled.help.iter().any(|remedy| matches!(remedy, Remedy::Throttle { .. })));
+        let encoded = PassState { left: 98_000, encodes: true, ..STANDING }.judge();
+        assert!(!encoded.help.contains(&Remedy::Encode), "{encoded:?}");
         let help = PassState { left: 98_000, may_hand_over: true, ..STANDING }.judge().help;
         assert!(help.contains(&Remedy::SwitchNow) && !help.contains(&Remedy::Postcopy), "{help:?}");
     }
