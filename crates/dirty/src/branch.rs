@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{BranchMemory, PageSet, RegionFile, RetiredMemory};
-use vmferry_sys::mapping::{Retired, Sharing, move_entries, replace, unmap_pages};
+use vmferry_sys::mapping::{Retired, Sharing, move_entries, replace, replace_unused, unmap_pages};
 use vmferry_sys::pagemap::{IS_FILE, IS_PRESENT, IS_SWAPPED, Match, PageRegion, Pagemap};
 
 /// Number of bytes whose entries one call removes. During a call, KVM's MMU notifier keeps vCPUs
@@ -105,15 +105,16 @@ pub unsafe fn adopt(
 /// returns the new backing. Afterwards, all pages of the region are zeros.
 ///
 /// # Errors
-/// Returns an error if the kernel refuses. The mapping is then unchanged.
+/// Returns an error if the kernel refuses. The mapping is then unchanged, or, if the kernel has too
+/// little memory, gone.
 ///
 /// # Safety
 /// The owner of the mapping permits the replacement, and no Rust reference covers the region. The
 /// file has the length of the region.
 pub unsafe fn renew(region: &MappedRegion, file: Arc<OwnedFd>) -> Result<Backing, TrackerError> {
     // SAFETY: the caller guarantees the contract of this function.
-    let old = unsafe { replace(region.span(), file.as_fd(), 0, Sharing::Shared) };
-    drop(old.map_err(TrackerError::host(region.id))?);
+    unsafe { replace_unused(region.span(), file.as_fd(), 0, Sharing::Shared) }
+        .map_err(TrackerError::host(region.id))?;
     Ok(Backing::Memfd { file, offset: 0 })
 }
 
