@@ -11,7 +11,7 @@ pub fn describe() -> Host {
     Host {
         cpu: field_of("/proc/cpuinfo", "model name").unwrap_or_else(unknown),
         cores: std::thread::available_parallelism().map_or(0, usize::from),
-        memory_bytes: memory_bytes("MemTotal").unwrap_or(0),
+        memory_bytes: total_memory().unwrap_or(0),
         kernel: read("/proc/sys/kernel/osrelease").unwrap_or_else(unknown),
         kvm: kvm(),
         qemu: qemu_version(),
@@ -32,6 +32,11 @@ pub(crate) fn transparent_huge_pages() -> String {
 /// report it.
 pub fn available_memory() -> Option<u64> {
     memory_bytes("MemAvailable")
+}
+
+/// Returns the memory of this host in bytes. `None` if the kernel does not report it.
+pub(crate) fn total_memory() -> Option<u64> {
+    memory_bytes("MemTotal")
 }
 
 /// Checks whether this process may use KVM.

@@ -1,15 +1,19 @@
 //! Loop of every comparison: all sides in turn, round by round.
 
 use std::error::Error;
+use std::time::{Duration, Instant};
 
 use vmferry_report::json::Document;
 
 use crate::floor::FloorError;
-use crate::host::available_memory;
+use crate::host::{available_memory, total_memory};
 use crate::qemu::QemuError;
 
 /// Memory in bytes that must stay free besides the guests.
 pub(crate) const MEMORY_RESERVE: u64 = 512 << 20;
+
+/// Time in which the kernel frees the memory of guests that have ended.
+const FREED_WITHIN: Duration = Duration::from_secs(20);
 
 /// Result of a bench.
 #[derive(Debug)]
@@ -151,8 +155,19 @@ pub(crate) fn enough_memory(guest: u64) -> Result<(), Stop> {
 
 /// Checks that this host has `bytes` of free memory, and the reserve. A host that swaps or kills
 /// processes measures nothing useful.
+///
+/// The kernel needs seconds to free the memory of a large guest that has ended, so the check waits
+/// for it.
 pub(crate) fn room_for(bytes: u64) -> Result<(), Stop> {
-    room(bytes, available_memory())
+    let until = Instant::now() + FREED_WITHIN;
+    let fits = room(bytes, total_memory()).is_ok();
+    loop {
+        let result = room(bytes, available_memory());
+        if result.is_ok() || !fits || Instant::now() >= until {
+            return result;
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
 }
 
 fn room(bytes: u64, available: Option<u64>) -> Result<(), Stop> {
