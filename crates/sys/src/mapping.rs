@@ -89,8 +89,8 @@ pub unsafe fn replace(
 /// mapping has no pages: KVM looks for its entries once, and not twice.
 ///
 /// # Errors
-/// Returns an error as [`replace`]. If the kernel has too little memory for the replacement, the old
-/// mapping may be gone.
+/// Returns an error as [`replace`]. If the kernel has too little memory for the replacement, the
+/// old mapping may be gone.
 ///
 /// # Safety
 /// The owner of the mapping at `span` permits the replacement. Its content may be replaced, and no
