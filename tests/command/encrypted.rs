@@ -132,7 +132,8 @@ for _ in range(2):
         return skip(Need::Root, format!("as another user: {}", errors(&output)));
     }
     assert!(code(&refused) == 1 && errors(&refused).contains("is not given keys"), "{refused:?}");
-    assert_eq!(code(&meant), 1);
+    // The process ends after it has heard the command, so the owner of a guest would be unknown.
+    assert_eq!(code(&meant), 3);
     let output = String::from_utf8(output.stdout).unwrap();
     let (first, second) = output.split_at(output.rfind("heard").unwrap());
     assert!(!first.contains("PRIVATE KEY") && second.contains("PRIVATE KEY"), "{first}");
