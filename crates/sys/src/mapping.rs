@@ -142,12 +142,14 @@ impl<'a> NewMapping<'a> {
     /// Maps the file at its addresses, instead of what is mapped there.
     ///
     /// # Safety
-    /// What is mapped there may be replaced, and no Rust reference covers it.
+    /// The old mapping at the addresses may be replaced, and no Rust reference covers it.
     unsafe fn put(&self) -> Result<(), SysError> {
         // SAFETY: the caller guarantees that the mapping at these addresses may be replaced.
         unsafe { self.map(self.start, libc::MAP_FIXED) }.map(|_| ())
     }
 
+    /// Maps the file at `at`, or, without the flag `fixed`, anywhere. Returns the address.
+    ///
     /// # Safety
     /// Memory at `at` may be mapped.
     unsafe fn map(&self, at: usize, fixed: libc::c_int) -> Result<*mut libc::c_void, SysError> {
