@@ -408,6 +408,19 @@ impl AllocSnapshot {
         self.cpus().iter().map(of).sum()
     }
 
+    /// Returns the time of the newest block of a vCPU, in us of the guest's clock.
+    #[must_use]
+    pub fn newest_us(&self) -> u64 {
+        self.cpus().iter().map(|cpu| cpu.t_us).max().unwrap_or(0)
+    }
+
+    /// Returns true if the host had been told of all free memory when the guest published its own
+    /// block. The blocks of the vCPUs may be older or newer.
+    #[must_use]
+    pub fn nothing_unreported(&self) -> bool {
+        self.guest.unreported_pages == 0 && self.guest.isolated_pages == 0
+    }
+
     /// Returns true if every vCPU has done all its rounds.
     #[must_use]
     pub fn done(&self) -> bool {

@@ -53,9 +53,12 @@ fn wait(guest: &Guest, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> All
     })
 }
 
-/// Returns true if all rounds are done, and the host has been told of all free memory.
-fn all_reported(now: &AllocSnapshot) -> bool {
-    now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0
+/// Waits until all rounds are done and the host has been told of all free memory. The returned
+/// statistics of each vCPU contain all reports: the guest publishes each block at another moment.
+fn wait_reported(guest: &Guest) -> AllocSnapshot {
+    let done = wait(guest, "rounds", AllocSnapshot::done).newest_us();
+    let reported = wait(guest, "reports", |now| now.guest.t_us > done && now.nothing_unreported()).guest.t_us;
+    wait(guest, "statistics of all vCPUs", |now| now.cpus().iter().all(|cpu| cpu.t_us >= reported))
 }
 
 /// Returns the size of the memory that the host backs, in bytes.
@@ -85,7 +88,7 @@ fn freed_memory_goes_back_to_the_host() {
         {
             let workload = format!("idle,alloc={}M,rounds=2,frag={frag}", ALLOC / MIB);
             let guest = boot(accelerator, &GuestArgs { report, ..args(&workload) });
-            let done = wait(&guest, "rounds", all_reported);
+            let done = wait_reported(&guest);
             let case = format!("{accelerator}, {report}, frag={frag}: {:?}", done.guest);
             let kept = 2 * ALLOC.checked_div(frag).unwrap_or(0);
             let freed = done.sum(|cpu| cpu.freed_bytes);
@@ -123,7 +126,7 @@ fn freed_memory_stays_backed_without_reports() {
 fn page_that_the_host_loses_is_detected() {
     for accelerator in accelerators() {
         let guest = boot(accelerator, &args("idle,alloc=8M,rounds=1,frag=2"));
-        wait(&guest, "rounds", all_reported);
+        wait_reported(&guest);
         let stamp = |address: &u64| {
             let address = *address;
             let page = guest.page(address);

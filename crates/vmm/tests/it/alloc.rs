@@ -78,8 +78,9 @@ fn freed_memory_is_reported_in_every_mode() {
             let balloon = guest.balloon();
             let given = || balloon.status().figures.reported_pages * PAGE_SIZE;
             // vCPUs report what they did one after the other, and not when the device counts it.
-            let done = guest.wait("rounds", |now| {
-                now.done()
+            let end = guest.wait("rounds", AllocSnapshot::done).newest_us();
+            let done = guest.wait("reports", |now| {
+                now.guest.t_us > end
                     && (now.guest.unreported_pages == 0) == reports
                     && now.guest.isolated_pages == 0
                     && (!reports || given() == now.sum(|cpu| cpu.report_bytes))
@@ -163,9 +164,11 @@ fn memory_that_a_guest_needs_is_taken_back_and_counted() {
     guest.vm.stop();
 }
 
-/// Returns true if all rounds are done, and the host has been told of all free memory.
-fn all_reported(now: &AllocSnapshot) -> bool {
-    now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0
+/// Waits until all rounds are done and the host has been told of all free memory. The guest
+/// publishes its own block and the one of each vCPU at another moment.
+fn wait_reported(guest: &Guest) -> AllocSnapshot {
+    let done = guest.wait("rounds", AllocSnapshot::done).newest_us();
+    guest.wait("reports", |now| now.guest.t_us > done && now.nothing_unreported())
 }
 
 #[test]
@@ -175,7 +178,7 @@ fn map_contains_the_free_pages() {
     }
     let workload = "uniform,ws=4M,rate=1k,alloc=32M,rounds=1,frag=2";
     let mut guest = Guest::boot(workload, |args| args.hints = HintMode::Incremental);
-    let done = guest.wait("rounds", all_reported);
+    let done = wait_reported(&guest);
     assert!(guest.balloon().keeps_map());
     let mut free = guest.empty_set();
     let count = guest.balloon().read_map(&mut free).unwrap();
@@ -192,7 +195,7 @@ fn free_pages_are_hinted_on_demand() {
         return;
     }
     let mut guest = Guest::boot("uniform,ws=4M,rate=1k,alloc=32M,rounds=1,frag=64", |_| {});
-    let done = guest.wait("rounds", all_reported);
+    let done = wait_reported(&guest);
     let mut sizes = Vec::new();
     for walk in 1..=3 {
         let command = guest.balloon().request_hints().unwrap();
