@@ -23,6 +23,7 @@ mod tests;
 use crate::MigrateError;
 use files::Place;
 use std::fs::File;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmferry_codec::Page;
 use vmferry_core::{PAGE_BYTES, PageDigest};
@@ -165,8 +166,13 @@ impl KnownPages {
 
     /// Returns the place of the page with this digest.
     fn place(&self, digest: PageDigest) -> Option<Place> {
-        let at = self.index.binary_search_by_key(&digest.0, |entry| entry.digest).ok()?;
-        self.index.get(at).map(|entry| entry.place)
+        // Digests are spread evenly, so the entry is near this position, and most of the accesses to
+        // a large index are to the same cache lines. Other digests only make the search longer.
+        let guess = (u128::from(digest.0) * self.index.len() as u128) >> 64;
+        let guess = usize::try_from(guess).expect("a position in the index");
+        let near = around(guess, self.index.len(), |at| self.index[at].digest.cmp(&digest.0));
+        let at = self.index[near.clone()].binary_search_by_key(&digest.0, |entry| entry.digest).ok()?;
+        Some(self.index[near.start + at].place)
     }
 
     /// Fills `pages` from `place` on. Returns the number of pages that were read before the end of
@@ -188,5 +194,26 @@ impl KnownPages {
         }
     }
 }
+
+/// Returns a range of `0..len` that contains the position that is sought, if there is one. Begins at
+/// `guess`, and doubles the distance from it. `compare` compares the element at a position with the
+/// one that is sought.
+fn around(guess: usize, len: usize, compare: impl Fn(usize) -> std::cmp::Ordering) -> Range<usize> {
+    let (mut low, mut high) = (guess.min(len), guess.min(len));
+    let mut step = FIRST_STEP;
+    while low > 0 && compare(low - 1).is_ge() {
+        low = low.saturating_sub(step);
+        step *= 2;
+    }
+    step = FIRST_STEP;
+    while high < len && compare(high).is_le() {
+        high = high.saturating_add(step).min(len);
+        step *= 2;
+    }
+    low..high
+}
+
+/// Distance of the first step from a guessed position, in entries. Four of them are a cache line.
+const FIRST_STEP: usize = 64;
 
 const _: () = assert!(size_of::<Entry>() == 16 && PAGE_BYTES == 4096);

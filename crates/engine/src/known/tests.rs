@@ -1,4 +1,5 @@
 use super::*;
+use proptest::prelude::*;
 use std::os::unix::fs::FileExt;
 use vmferry_core::PAGE_SIZE;
 
@@ -112,4 +113,19 @@ fn file_that_is_no_regular_file_is_refused() {
     let error =
         KnownPages::index(vec![("it".into(), File::open("/dev/zero").unwrap())]).unwrap_err().to_string();
     assert_eq!(error, "cannot use it: it is not a regular file");
+}
+
+proptest! {
+    #[test]
+    fn search_near_a_guess_finds_what_a_search_in_all_finds(
+        mut sorted in proptest::collection::vec(0u64..5000, 0..3000),
+        guess in 0usize..4000,
+        wanted in 0u64..5000,
+    ) {
+        sorted.sort_unstable();
+        sorted.dedup();
+        let near = around(guess, sorted.len(), |at| sorted[at].cmp(&wanted));
+        let found = sorted[near.clone()].binary_search(&wanted).ok().map(|at| near.start + at);
+        prop_assert_eq!(found, sorted.binary_search(&wanted).ok());
+    }
 }

@@ -32,14 +32,16 @@ use vmferry_wire::{HASH_BYTES, MAX_FRAME_PAGES};
 
 /// Number of pages whose hashes are sent before the share of known pages is judged.
 const SAMPLE: u64 = 1024;
-/// Number of pages that are sent with their content before the next sample, while the target knows
-/// too few pages: after the first such sample, and at most. The number doubles after each such
-/// sample.
+/// Smallest and largest number of pages that are sent with their content before the next sample,
+/// while the target knows too few pages. In between, it is one part in [`PAUSE_PART`] of the pages
+/// that were sent since the target last knew enough of them.
 ///
 /// The pages that a guest has changed often lie side by side, so a single sample says little about
-/// the pages behind it.
-const FIRST_PAUSE: u64 = 512;
+/// the pages behind it. The pages behind the changed ones are known, so a long pause sends contents
+/// in vain. A hash takes 1/100 of the bytes of a page, so short pauses cost little.
+const FIRST_PAUSE: u64 = 256;
 const PAUSE: u64 = 16 << 10;
+const PAUSE_PART: u64 = 16;
 /// Number of pages of a sample after a pause.
 const LATER_SAMPLE: u64 = MAX_FRAME_PAGES as u64;
 /// Number of answered pages after which older answers count half.
@@ -50,11 +52,14 @@ const SHARE: u64 = 8;
 /// Maximum number of frames with hashes that have no answer. Their entries take less than 5 MiB.
 const MOST_FRAMES: usize = 1024;
 /// Time for which a sender waits in a migration until the share is known for the first time. After
-/// that, it sends contents until the answers arrive.
+/// that, it sends contents until the answers arrive, except for short waits ([`LATER_PATIENCE`]).
 ///
 /// A target without an idle processor may need more than 100 ms for its first answer. In this time,
 /// a link of 1 Gb/s carries 3,000 pages, and the target probably knows most of them.
 const PATIENCE: Duration = Duration::from_millis(500);
+/// Total time for which a sender waits for the answers to later samples. The link is mostly busy
+/// with the contents before the sample during such a wait.
+const LATER_PATIENCE: Duration = Duration::from_millis(100);
 /// Interval at which a waiting sender checks whether it must stop.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -240,9 +245,8 @@ struct HashChoice {
     unknown: u64,
     /// Pages to send with their contents before the next sample.
     pause: u64,
-    /// Length of the last pause in pages. 0 before the first one, and after a sample of which the
-    /// target knew enough pages.
-    last_pause: u64,
+    /// Pages of samples and pauses since the target last knew enough pages.
+    fruitless: u64,
     /// True after the first pause.
     resampled: bool,
 }
@@ -261,11 +265,12 @@ impl HashChoice {
             return if self.answered + self.open < sample { Next::Hashes } else { Next::Unclear };
         }
         if (self.answered - self.unknown) * SHARE >= self.answered {
-            self.last_pause = 0;
+            self.fruitless = 0;
             return Next::Hashes;
         }
-        self.last_pause = (self.last_pause * 2).clamp(FIRST_PAUSE, PAUSE);
-        (self.pause, self.resampled) = (self.last_pause, true);
+        self.fruitless += self.answered;
+        (self.pause, self.resampled) = ((self.fruitless / PAUSE_PART).clamp(FIRST_PAUSE, PAUSE), true);
+        self.fruitless += self.pause;
         (self.answered, self.unknown) = (0, 0);
         Next::Contents
     }
@@ -307,7 +312,7 @@ pub(super) struct HashFrame {
 pub(crate) struct HashSender<'a> {
     queue: &'a AnswerQueue,
     choice: HashChoice,
-    /// Time for which the sender may still wait for the first answers.
+    /// Time for which the sender may still wait for answers without which it cannot choose.
     patience: Duration,
     /// Time for which the sender waits for an answer at the end of the pass.
     longest: Duration,
@@ -334,6 +339,9 @@ impl<'a> HashSender<'a> {
             self.take_answers(self.patience);
             self.patience = self.patience.saturating_sub(began.elapsed());
             next = self.choice.next();
+        }
+        if self.choice.resampled {
+            self.patience = self.patience.min(LATER_PATIENCE);
         }
         self.frame = (next == Next::Hashes && !full).then(|| HashFrame {
             hashes: Vec::with_capacity(MAX_FRAME_PAGES * HASH_BYTES),

@@ -35,6 +35,12 @@ pub(super) trait FramePages {
 
     /// Takes the new content of the page.
     fn put(&mut self, position: usize, content: &Page) -> Result<(), ReceiveError>;
+
+    /// Takes the new content of a page that [`find`](Self::find) has found. Its hash is equal to
+    /// the one from the source, so its digest need not be compared.
+    fn put_found(&mut self, position: usize, content: &Page) -> Result<(), ReceiveError> {
+        self.put(position, content)
+    }
 }
 
 impl SegmentDecoder {
@@ -90,7 +96,7 @@ fn find(
     let wanted: Vec<_> = positions.zip(bytes.as_chunks().0.iter().map(|hash| PageHash(*hash))).collect();
     let known = pages.find(&wanted, found)?;
     let known = known.into_iter().zip(&wanted).zip(found).filter(|((is_known, _), _)| *is_known);
-    known.into_iter().try_for_each(|((_, (position, _)), page)| pages.put(*position, page))
+    known.into_iter().try_for_each(|((_, (position, _)), page)| pages.put_found(*position, page))
 }
 
 /// Decodes `bytes`, the content of `segment`, to `decoded`. The pages of the segment have the

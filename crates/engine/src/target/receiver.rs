@@ -258,8 +258,12 @@ impl Arrivals {
     }
 
     fn mark_sound(&self, region: &RegionState, page: u64) {
-        // Because mismatches are rare, the common case costs only one load.
-        if self.mismatched_count.load(Ordering::Acquire) > 0 && region.mismatched.test_and_clear(page) {
+        // Because mismatches are rare, the common case costs only one load. With known pages, the
+        // count is rarely zero, but the page itself is rarely marked.
+        if self.mismatched_count.load(Ordering::Acquire) > 0
+            && region.mismatched.test(page)
+            && region.mismatched.test_and_clear(page)
+        {
             self.mismatched_count.fetch_sub(1, Ordering::AcqRel);
         }
     }
@@ -317,6 +321,13 @@ impl FramePages for Written<'_, '_> {
         } else {
             self.arrivals.mark_mismatched(self.region, *index);
         }
+        window.write_page(*page, content);
+        Ok(())
+    }
+
+    fn put_found(&mut self, position: usize, content: &Page) -> Result<(), ReceiveError> {
+        let (window, page, index) = self.places.get(position).ok_or(TABLE)?;
+        self.arrivals.mark_sound(self.region, *index);
         window.write_page(*page, content);
         Ok(())
     }

@@ -291,12 +291,24 @@ fn frames_with_hashes(choice: &mut HashChoice, frames: u64, known: u64) -> u64 {
 fn hashes_are_sent_while_enough_pages_are_known() {
     let mut choice = HashChoice::default();
     assert_eq!(frames_with_hashes(&mut choice, 1000, 200), 1000);
-    // A sample of four frames, then samples of one frame after pauses of 2, 4, 8, 16 and 32 frames,
-    // and then one frame in 65.
+    // A sample of four frames, then samples of one frame after pauses of at least one frame.
     let mut choice = HashChoice::default();
-    assert_eq!(frames_with_hashes(&mut choice, 1000, 0), 4 + 5 + (1000 - 4 - 67) / 65);
+    assert_eq!(frames_with_hashes(&mut choice, 4 + 6, 0), 4 + 3);
+    // Later, a pause is a sixteenth of what was sent before, and at most 64 frames.
+    assert!(frames_with_hashes(&mut choice, 990, 0) < 65);
     assert!(frames_with_hashes(&mut choice, 200, 256) > 130, "the next sample finds known pages");
-    assert!(frames_with_hashes(&mut choice, 1000, 10) < 60, "and then none again");
+    assert!(frames_with_hashes(&mut choice, 1000, 10) < 90, "and then none again");
+}
+
+#[test]
+fn few_known_pages_are_sent_with_their_content_behind_changed_ones() {
+    for changed in [5, 13, 50, 100] {
+        let mut choice = HashChoice::default();
+        frames_with_hashes(&mut choice, changed, 0);
+        let known = 2000;
+        let sent = known - frames_with_hashes(&mut choice, known, 256);
+        assert!(sent <= changed / 16 + 1, "{sent} frames in vain behind {changed} changed ones");
+    }
 }
 
 #[test]
