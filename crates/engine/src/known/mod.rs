@@ -166,8 +166,8 @@ impl KnownPages {
 
     /// Returns the place of the page with this digest.
     fn place(&self, digest: PageDigest) -> Option<Place> {
-        // Digests are spread evenly, so the entry is near this position, and most of the accesses to
-        // a large index are to the same cache lines. Other digests only make the search longer.
+        // Digests are spread evenly, so the entry is near this position, and most of the accesses
+        // to a large index are to the same cache lines. Other digests only make the search longer.
         let guess = (u128::from(digest.0) * self.index.len() as u128) >> 64;
         let guess = usize::try_from(guess).expect("a position in the index");
         let near = around(guess, self.index.len(), |at| self.index[at].digest.cmp(&digest.0));
@@ -195,9 +195,9 @@ impl KnownPages {
     }
 }
 
-/// Returns a range of `0..len` that contains the position that is sought, if there is one. Begins at
-/// `guess`, and doubles the distance from it. `compare` compares the element at a position with the
-/// one that is sought.
+/// Returns a range of `0..len` that contains the position that is sought, if there is one. Begins
+/// at `guess`, and doubles the distance from it. `compare` compares the element at a position with
+/// the one that is sought.
 fn around(guess: usize, len: usize, compare: impl Fn(usize) -> std::cmp::Ordering) -> Range<usize> {
     let (mut low, mut high) = (guess.min(len), guess.min(len));
     let mut step = FIRST_STEP;
