@@ -17,8 +17,9 @@ pub(crate) struct FreeRam {
 }
 
 impl FreeRam {
-    /// Returns all RAM after the image that page tables can reach. The memory below (the first
-    /// mebibyte, where hosts keep boot structures and the other vCPUs start) is not used.
+    /// Returns all RAM after the image that page tables can reach, without the pages of modules. The
+    /// memory below (the first mebibyte, where hosts keep boot structures and the other vCPUs start)
+    /// is not used.
     pub(crate) fn new(boot: &BootInfo) -> Self {
         let mut free = Self { ranges: [RamRange::default(); MAX_RANGES], count: 0 };
         let first = (&raw const image_end).addr() as u64;
@@ -30,8 +31,33 @@ impl FreeRam {
                 free.count += 1;
             }
         }
+        for module in boot.modules() {
+            free.cut(module.start / PAGE_SIZE * PAGE_SIZE, module.end.next_multiple_of(PAGE_SIZE));
+        }
         free.ranges[..free.count].sort_unstable_by_key(|range| range.start);
         free
+    }
+
+    /// Removes the pages from `start` to `end`, which are in at most one range.
+    fn cut(&mut self, start: u64, end: u64) {
+        let inside = |range: &RamRange| range.start < end && start < range.end;
+        let Some(at) = self.ranges().iter().position(inside) else { return };
+        let range = self.ranges[at];
+        let parts = [(range.start, start.max(range.start)), (end.min(range.end), range.end)];
+        let parts = parts.map(|(start, end)| RamRange { start, end });
+        let mut parts = parts.into_iter().filter(|part| part.start < part.end);
+        match (parts.next(), parts.next()) {
+            (Some(part), None) => self.ranges[at] = part,
+            (Some(below), Some(above)) => {
+                assert!(self.count < MAX_RANGES, "a module splits a range, and there are {MAX_RANGES} already");
+                (self.ranges[at], self.ranges[self.count]) = (below, above);
+                self.count += 1;
+            }
+            _ => {
+                self.count -= 1;
+                self.ranges[at] = self.ranges[self.count];
+            }
+        }
     }
 
     /// Returns the ranges.

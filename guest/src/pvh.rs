@@ -1,6 +1,10 @@
-//! Data of the boot protocol (Xen's `arch-x86/hvm/start_info.h`): command line and memory map.
+//! Data of the boot protocol (Xen's `arch-x86/hvm/start_info.h`): command line, memory map and
+//! modules.
 //!
-//! Both may be anywhere in memory, so they are copied into the image before anything else is
+//! The guest does not use the content of a module, such as an initrd. It leaves it in place, so a
+//! host can fill memory with any content.
+//!
+//! The data may be anywhere in memory, so they are copied into the image before anything else is
 //! written.
 
 use vmferry_guest_abi::PAGE_SIZE;
@@ -14,8 +18,12 @@ const VERSION_MEMMAP: u32 = 1;
 /// Type of RAM in the memory map, `XEN_HVM_MEMMAP_TYPE_RAM`.
 const RAM: u32 = 1;
 
-/// Maximum number of ranges of RAM that the guest uses. Machines have two to four.
+/// Maximum number of ranges of RAM that the guest uses. Machines have two to four, and each module
+/// splits one.
 pub(crate) const MAX_RANGES: usize = 32;
+
+/// Maximum number of modules. A host passes an initrd as the only one.
+const MAX_MODULES: usize = 4;
 
 /// Maximum number of entries of a memory map that are used.
 const MAX_ENTRIES: u32 = 256;
@@ -46,6 +54,15 @@ struct Entry {
     reserved: u32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Module {
+    address: u64,
+    size: u64,
+    cmdline_address: u64,
+    reserved: u64,
+}
+
 /// RAM from `start` to `end` (exclusive), in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RamRange {
@@ -60,10 +77,13 @@ pub(crate) struct BootInfo {
     cmdline_len: usize,
     ranges: [RamRange; MAX_RANGES],
     range_count: usize,
+    modules: [RamRange; MAX_MODULES],
+    module_count: usize,
 }
 
 impl BootInfo {
-    /// Copies command line and memory map. Panics if there is none.
+    /// Copies command line, memory map, and the places of modules. Panics if there is no memory
+    /// map, or if there are too many modules.
     ///
     /// # Safety
     /// `address` must be the value that the boot protocol left in EBX, and nothing that it may
@@ -84,11 +104,14 @@ impl BootInfo {
             cmdline_len: 0,
             ranges: [RamRange::default(); MAX_RANGES],
             range_count: 0,
+            modules: [RamRange::default(); MAX_MODULES],
+            module_count: 0,
         };
         // SAFETY: the start info is valid, and so are its pointers.
         unsafe {
             boot.copy_cmdline(info.cmdline_address);
             boot.copy_map(info.memmap_address, info.memmap_entries);
+            boot.copy_modules(info.modules_address, info.modules);
         }
         boot
     }
@@ -130,6 +153,30 @@ impl BootInfo {
                 self.range_count += 1;
             }
         }
+    }
+
+    /// Copies the places of the modules. Hosts also list an empty module if there is no initrd.
+    ///
+    /// # Safety
+    /// `address` must be that of `modules` entries.
+    unsafe fn copy_modules(&mut self, address: u64, modules: u32) {
+        let list: *const Module = pointer(address);
+        for index in 0..modules as usize {
+            // SAFETY: the caller guarantees the entries.
+            let module = unsafe { list.add(index).read_unaligned() };
+            if module.size == 0 {
+                continue;
+            }
+            assert!(self.module_count < MAX_MODULES, "more than {MAX_MODULES} modules");
+            let end = module.address.saturating_add(module.size);
+            self.modules[self.module_count] = RamRange { start: module.address, end };
+            self.module_count += 1;
+        }
+    }
+
+    /// Returns the places of the modules, in the order of the list.
+    pub(crate) fn modules(&self) -> &[RamRange] {
+        &self.modules[..self.module_count]
     }
 
     /// Returns the command line. Panics if it is not UTF-8.

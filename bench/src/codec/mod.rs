@@ -65,6 +65,8 @@ mod report;
 mod returns;
 mod speed;
 
+use std::path::Path;
+
 use vmferry_report::json::Document;
 
 use crate::host;
@@ -121,8 +123,9 @@ impl Options {
 /// Its methods fail with [`OurError::Unavailable`] if this host cannot run the side, which skips
 /// it. Every other error is a failure.
 pub trait OurRunner {
-    /// Boots the guest of `spec` at the source's end of `link`, lets it run for the warm-up time,
-    /// migrates it with the encoding, and ends both processes.
+    /// Boots the guest of `spec` at the source's end of the link, lets it run for the warm-up time,
+    /// migrates it with the encoding, and ends both processes. If there is a file, the guest has it
+    /// as an initrd.
     ///
     /// The guest is observed before and during the migration, as for
     /// [`stalls`](crate::stalls::OurRunner::run), but during the migration only once per
@@ -131,7 +134,12 @@ pub trait OurRunner {
     /// # Errors
     ///
     /// Fails as described at the trait.
-    fn run(&mut self, spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run, OurError>;
+    fn run(
+        &mut self,
+        spec: &CaseSpec,
+        encoding: Encoding,
+        place: (&Link, Option<&Path>),
+    ) -> Result<Run, OurError>;
 
     /// Boots the guest of `spec` at the source's end of `link`, writes a snapshot of it, lets it
     /// change its working set, migrates it to a target of `side`, and ends both processes.
@@ -171,7 +179,7 @@ mod tests {
     struct NoMoves;
 
     impl OurRunner for NoMoves {
-        fn run(&mut self, spec: &CaseSpec, _: Encoding, _: &Link) -> Result<Run, OurError> {
+        fn run(&mut self, spec: &CaseSpec, _: Encoding, _: (&Link, Option<&Path>)) -> Result<Run, OurError> {
             unreachable!("no moves are selected, but {} runs", spec.name)
         }
 

@@ -17,7 +17,7 @@ use serde_json::Value;
 use std::ffi::OsString;
 use std::io;
 use std::net::Ipv4Addr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -38,11 +38,17 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
 struct Ours;
 
 impl OurRunner for Ours {
-    fn run(&mut self, spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run, OurError> {
+    fn run(
+        &mut self,
+        spec: &CaseSpec,
+        encoding: Encoding,
+        (link, initrd): (&Link, Option<&Path>),
+    ) -> Result<Run, OurError> {
         if let Some(why) = no_kvm() {
             return Err(OurError::Unavailable(why));
         }
-        move_once(spec, encoding, link).map_err(|error| OurError::Failed(error.into()))
+        move_once(spec, encoding, &InitrdHost { link, initrd })
+            .map_err(|error| OurError::Failed(error.into()))
     }
 
     fn go_back(&mut self, spec: &ReturnSpec, side: ReturnSide, link: &Link) -> Result<Return, OurError> {
@@ -53,11 +59,33 @@ impl OurRunner for Ours {
     }
 }
 
-fn move_once(spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run> {
+/// Link, and an initrd of the source's guest.
+#[derive(Debug)]
+struct InitrdHost<'a> {
+    link: &'a Link,
+    initrd: Option<&'a Path>,
+}
+
+impl Environment for InitrdHost<'_> {
+    fn address(&self, role: Role) -> Ipv4Addr {
+        Environment::address(self.link, role)
+    }
+
+    fn options(&self, role: Role) -> Vec<OsString> {
+        let initrd = self.initrd.filter(|_| role == Role::Source);
+        initrd.map(|initrd| vec!["--initrd".into(), initrd.into()]).unwrap_or_default()
+    }
+
+    fn enter(&self, role: Role, command: &mut Command) -> io::Result<()> {
+        Environment::enter(self.link, role, command)
+    }
+}
+
+fn move_once(spec: &CaseSpec, encoding: Encoding, host: &InitrdHost<'_>) -> Result<Run> {
     let setup = Setup {
         // QEMU has no balloon in this bench.
         balloon: false,
-        environment: link,
+        environment: host,
         ..Setup::new(program::vmferry()?, spec.memory(), spec.workload())
     };
     let mut pair = Pair::start(&setup, &AtomicBool::new(false))?;

@@ -269,6 +269,9 @@ fn arguments(side: &str, incoming: bool, socket: &Path, setup: Setup<'_>) -> Vec
     pair("-m", format!("{}B", spec.memory).into());
     pair("-kernel", setup.kernel.into());
     pair("-append", setup.cmdline.into());
+    if let Some(initrd) = spec.initrd.as_ref().filter(|_| !incoming) {
+        pair("-initrd", initrd.into());
+    }
     pair("-chardev", file_option("file,id=serial,path=", &Machine::serial_path(setup.folder, side), ""));
     pair("-serial", "chardev:serial".into());
     pair("-qmp", file_option("unix:", socket, ",server=on,wait=off"));

@@ -121,6 +121,8 @@ pub struct QemuSpec {
     pub vcpus: u32,
     /// Workload, as on the guest's command line.
     pub workload: String,
+    /// File that is loaded into the guest's memory. The guest does not change it.
+    pub initrd: Option<PathBuf>,
     /// Connections that carry the pages, and their encoding.
     pub stream: Stream,
     /// Number of entries of the dirty ring. `None` means the dirty log.
@@ -163,6 +165,7 @@ impl Default for QemuSpec {
             memory: 512 << 20,
             vcpus: 1,
             workload: "idle".into(),
+            initrd: None,
             stream: Stream::Single,
             dirty_ring: None,
             downtime_limit: Duration::from_millis(300),

@@ -348,7 +348,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "incoming", help_heading = heading::GUEST)]
     pub(crate) kernel: Option<PathBuf>,
     /// Initial RAM disk of the kernel
-    #[arg(long, value_name = "FILE", requires = "kernel", help_heading = heading::GUEST)]
+    ///
+    /// The measuring guest does not read it, and keeps it in its memory. Use it to fill the memory
+    /// with any content.
+    #[arg(long, value_name = "FILE", conflicts_with = "incoming", help_heading = heading::GUEST)]
     pub(crate) initrd: Option<PathBuf>,
     /// Command line of the kernel
     #[arg(long, value_name = "TEXT", default_value = "", requires = "kernel", help_heading = heading::GUEST)]

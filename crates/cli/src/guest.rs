@@ -245,6 +245,7 @@ pub(crate) fn fits_a_process(args: &RunArgs) -> Result<()> {
     let hugetlbfs = args.memory_backing == BackingArg::Hugetlbfs;
     for (given, option, lacks) in [
         (args.kernel.is_some(), "--kernel", "boots no kernel"),
+        (args.initrd.is_some(), "--initrd", "has no initrd"),
         (!args.guest_args.is_empty(), "--guest-args", "has no allocator and no balloon"),
         (args.dirty_ring.0.is_some(), "--dirty-ring", "has no vCPUs, and therefore no dirty rings"),
         (hugetlbfs, "--memory-backing hugetlbfs", "takes no pages out of the host's pool"),
@@ -263,9 +264,9 @@ pub(crate) fn fits_a_process(args: &RunArgs) -> Result<()> {
 
 /// Loads the kernel and the initrd of `args`, or the measuring guest.
 fn load(vm: &mut Vm, args: &RunArgs) -> Result<()> {
+    let initrd = args.initrd.as_ref().map(|path| read(path, "initrd", args.memory)).transpose()?;
     if let Some(path) = &args.kernel {
         let image = read(path, "kernel", args.memory)?;
-        let initrd = args.initrd.as_ref().map(|path| read(path, "initrd", args.memory)).transpose()?;
         let kernel = Kernel { image: &image, initrd: initrd.as_deref(), cmdline: &args.cmdline };
         return vm.load(&kernel).with_context(|| path.display().to_string());
     }
@@ -274,7 +275,8 @@ fn load(vm: &mut Vm, args: &RunArgs) -> Result<()> {
     guest.stats = StatsSink::Page;
     guest.cpus = Some(args.cpus);
     guest.tsc_khz = Some(vm.tsc_khz());
-    Ok(vm.load_kernel(vmferry_guest_image::ELF, &guest.to_string())?)
+    let (image, cmdline) = (vmferry_guest_image::ELF, guest.to_string());
+    Ok(vm.load(&Kernel { image, initrd: initrd.as_deref(), cmdline: &cmdline })?)
 }
 
 fn prealloc(args: &RunArgs) -> Prealloc {

@@ -57,6 +57,33 @@ fn statistics_page_is_at_its_address() {
 }
 
 #[test]
+fn module_stays_in_memory_as_the_host_loaded_it() {
+    let content: Vec<u8> = (0..5_000_123u32).map(|byte| (byte % 251) as u8).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("initrd");
+    std::fs::write(&path, &content).unwrap();
+    for accelerator in accelerators() {
+        // The workload takes all memory but the module, the image and its tables.
+        for top in ["24M", "60M"] {
+            let args = GuestArgs {
+                stats: StatsSink::Page,
+                ..GuestArgs::new("sequential,ws=8M,data=56M,rate=10k".parse().unwrap())
+            };
+            let machine = format!("pc,memory-backend=ram,max-ram-below-4g={top}");
+            let initrd = path.to_str().unwrap();
+            let guest = Guest::boot(accelerator, &args, MEMORY, &["-machine", &machine, "-initrd", initrd]);
+            assert_eq!(guest.verify(1).corrupt(), 0);
+            let place = (0..MEMORY - content.len() as u64).step_by(4096);
+            let is_there = |address: &u64| guest.page(*address)[..] == content[..4096];
+            let address = place.into_iter().find(is_there).expect("the module's first page");
+            let mut found = vec![0; content.len()];
+            guest.memory.read_exact_at(&mut found, address).unwrap();
+            assert!(found == content, "{accelerator}, {top}: the module has changed");
+        }
+    }
+}
+
+#[test]
 fn guest_detects_a_lost_page() {
     for accelerator in accelerators() {
         // One page of the working set and one that was only filled, one of each vCPU, below and

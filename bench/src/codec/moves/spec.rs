@@ -171,7 +171,7 @@ pub struct CaseSpec {
     pub shape: Option<Shape>,
     /// Name of the link in the results.
     pub link: &'static str,
-    /// Content of the memory, in the format of the workload's `fill`.
+    /// Content of the memory, in the format of the workload's `fill`, or [`FILES`].
     pub content: &'static str,
     /// Change that the guest makes to its memory.
     pub writer: Writer,
@@ -202,8 +202,18 @@ impl CaseSpec {
         (self.data / 2).min(CACHE)
     }
 
+    /// Returns true if the content is that of files of this host, which are loaded into the guest's
+    /// memory as an initrd.
+    pub(super) fn has_files(&self) -> bool {
+        self.content == FILES
+    }
+
     /// Returns the workload, as on the guest's command line.
     pub fn workload(&self) -> String {
+        if self.has_files() {
+            assert_eq!(self.writer, Writer::None, "a guest does not write to its initrd");
+            return "idle,data=4M,fill=zero".into();
+        }
         let (data, ws) = (self.data / MIB, self.working_set() / MIB);
         let (fill, rate) = (self.content, self.rate);
         let (pattern, write) = match self.writer {
@@ -246,6 +256,9 @@ const LIMIT: Duration = Duration::from_secs(6);
 
 /// Content with random data in a tenth of the pages. Half of the others are zero, half are text.
 const MIX: &str = "mix:10";
+
+/// Content of executables and libraries of this host, as in the page cache of a guest.
+const FILES: &str = "files";
 
 /// Name of the case whose time is compared with the best QEMU.
 pub(super) const TEXT: &str = "1gbit-text";
@@ -316,6 +329,7 @@ impl Options {
             still(ONE, "text", &COMPRESSION),
             still(ONE, MIX, &FAST),
             still(ONE, "pointers", &FAST),
+            still(ONE, FILES, &COMPRESSION),
             writing(ONE, "random", FAST_COUNTER, &BOTH),
             writing(ONE, "text", (Writer::Append, 40_000), &BOTH),
             writing(ONE, "random", (Writer::Whole, 15_000), &DELTAS),
@@ -323,6 +337,7 @@ impl Options {
             writing(TWO, "random", FAST_COUNTER, &DELTAS),
             still(TEN, "random", &FEW),
             still(TEN, "text", &FAST),
+            still(TEN, FILES, &FEW),
             still(LOOPBACK, "random", &FEW),
             still(LOOPBACK, "text", &FEW),
             writing(LOOPBACK, "random", FAST_COUNTER, &DELTAS),

@@ -142,7 +142,10 @@ fn cases_have_distinct_names_and_guests_that_fit() {
             let workload: Workload = case.workload().parse().unwrap();
             // The guest's program, tables and stacks need less than 16 MiB.
             let layout = Layout::new(&workload, (case.memory() - (16 << 20)) / PAGE_SIZE, 1).unwrap();
-            assert_eq!(layout.data_pages * PAGE_SIZE, case.data, "{}", case.name);
+            let of_files = if case.has_files() { case.data } else { 0 };
+            let data = layout.data_pages * PAGE_SIZE;
+            assert_eq!(data.max(of_files), case.data, "{}", case.name);
+            assert!(data + of_files <= case.memory() - (16 << 20), "{}", case.name);
             assert!(layout.ws_pages * PAGE_SIZE <= CACHE, "{}", case.name);
             assert_eq!(layout.ws_pages == 0, case.writer == Writer::None, "{}", case.name);
             // Some figures are relative to the raw side.
@@ -167,7 +170,7 @@ fn qemu_has_the_cache_and_the_limits_of_the_case() {
 struct Same;
 
 impl OurRunner for Same {
-    fn run(&mut self, _: &CaseSpec, _: Encoding, _: &Link) -> Result<Run, OurError> {
+    fn run(&mut self, _: &CaseSpec, _: Encoding, _: (&Link, Option<&Path>)) -> Result<Run, OurError> {
         Ok(scripted(100, 1000, 50))
     }
 
