@@ -17,9 +17,9 @@ pub(crate) struct FreeRam {
 }
 
 impl FreeRam {
-    /// Returns all RAM after the image that page tables can reach, without the pages of modules. The
-    /// memory below (the first mebibyte, where hosts keep boot structures and the other vCPUs start)
-    /// is not used.
+    /// Returns all RAM after the image that page tables can reach, without the pages of modules.
+    /// The memory below (the first mebibyte, where hosts keep boot structures and the other vCPUs
+    /// start) is not used.
     pub(crate) fn new(boot: &BootInfo) -> Self {
         let mut free = Self { ranges: [RamRange::default(); MAX_RANGES], count: 0 };
         let first = (&raw const image_end).addr() as u64;

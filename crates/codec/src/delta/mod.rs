@@ -56,6 +56,8 @@ pub const MAX_DELTA: usize = PAGE_BYTES - 1;
 
 /// Bytes of a group.
 type Group = [u8; GROUP_BYTES];
+/// Words of a group.
+type GroupWords = [[u8; 8]; GROUP_WORDS];
 /// Mask of changed words for each group.
 type Masks = [u64; GROUPS];
 
@@ -416,21 +418,11 @@ impl<'a> Delta<'a> {
         // The stores complete in order, so without a prefetch each would wait for its line.
         #[cfg(target_arch = "x86_64")]
         x86::prefetch_changed(page, &self.masks);
-        let (page, _) = page.as_chunks_mut::<8>();
+        let (words, _) = page.as_chunks_mut::<8>();
+        let (groups, _) = words.as_chunks_mut::<GROUP_WORDS>();
         match self.content {
-            Content::Words(words) => {
-                for (at, word) in changed_words(&self.masks).zip(words) {
-                    page[at] = *word;
-                }
-            }
-            Content::Bytes { changed, bytes } => {
-                let mut bytes = bytes.iter();
-                for (at, &changed) in changed_words(&self.masks).zip(changed) {
-                    for (byte, new) in Bits(changed.into()).zip(&mut bytes) {
-                        page[at][byte] = *new;
-                    }
-                }
-            }
+            Content::Words(new) => apply_words(groups, &self.masks, new),
+            Content::Bytes { changed, bytes } => apply_bytes(groups, &self.masks, (changed, bytes)),
         }
     }
 
@@ -445,6 +437,39 @@ impl<'a> Delta<'a> {
     #[expect(clippy::len_without_is_empty, reason = "a delta has at least two bytes")]
     pub fn len(&self) -> usize {
         self.len
+    }
+}
+
+// Nested loops over the groups are faster than one iterator over all changed words. All indices are
+// below the lengths of the arrays, so nothing is checked.
+
+/// Writes one word of `new` for each bit of `masks`.
+#[inline]
+fn apply_words(groups: &mut [GroupWords], masks: &Masks, new: &[[u8; 8]]) {
+    let mut new = new.iter();
+    for (group, mask) in groups.iter_mut().zip(masks) {
+        for (at, new) in Bits(*mask).zip(&mut new) {
+            group[at % GROUP_WORDS] = *new;
+        }
+    }
+}
+
+/// Writes one byte of `new` for each bit of `changed`, which has a mask for each bit of `masks`.
+#[inline]
+fn apply_bytes(groups: &mut [GroupWords], masks: &Masks, (changed, new): (&[u8], &[u8])) {
+    let (mut changed, mut new) = (changed.iter(), new.iter());
+    for (group, mask) in groups.iter_mut().zip(masks) {
+        for (at, changed) in Bits(*mask).zip(&mut changed) {
+            // Most words have one changed byte.
+            let (word, mut left) = (&mut group[at % GROUP_WORDS], *changed);
+            while let Some(new) = new.next() {
+                word[left.trailing_zeros() as usize % 8] = *new;
+                left &= left.wrapping_sub(1);
+                if left == 0 {
+                    break;
+                }
+            }
+        }
     }
 }
 
