@@ -462,7 +462,7 @@ fn apply_bytes(groups: &mut [GroupWords], masks: &Masks, (changed, new): (&[u8],
         for (at, changed) in Bits(*mask).zip(&mut changed) {
             // Most words have one changed byte.
             let (word, mut left) = (&mut group[at % GROUP_WORDS], *changed);
-            while let Some(new) = new.next() {
+            for new in new.by_ref() {
                 word[left.trailing_zeros() as usize % 8] = *new;
                 left &= left.wrapping_sub(1);
                 if left == 0 {
