@@ -49,7 +49,10 @@ impl FreeRam {
         match (parts.next(), parts.next()) {
             (Some(part), None) => self.ranges[at] = part,
             (Some(below), Some(above)) => {
-                assert!(self.count < MAX_RANGES, "a module splits a range, and there are {MAX_RANGES} already");
+                assert!(
+                    self.count < MAX_RANGES,
+                    "a module splits a range, and there are {MAX_RANGES} already"
+                );
                 (self.ranges[at], self.ranges[self.count]) = (below, above);
                 self.count += 1;
             }
