@@ -171,7 +171,8 @@ pub struct CaseSpec {
     pub shape: Option<Shape>,
     /// Name of the link in the results.
     pub link: &'static str,
-    /// Content of the memory, in the format of the workload's `fill`, or [`FILES`].
+    /// Content of the memory, in the format of the workload's `fill`, or `files`: files of this
+    /// host.
     pub content: &'static str,
     /// Change that the guest makes to its memory.
     pub writer: Writer,
