@@ -18,7 +18,7 @@
 //! The rate is known only while the channel waits for the socket. In a window of 10 ms in which it
 //! waited for a tenth of the time, the rate is what the socket accepted. A thread of the target
 //! that does not run for some milliseconds looks like a slow link, so the rate is the highest one
-//! of three such windows. If the channel never
+//! of three such windows. A frame that takes longer counts as several windows. If the channel never
 //! waits, the link is at least as fast, and the estimate grows by half in each window. A wrong
 //! growth ends when a faster codec makes the channel wait again. The estimate then does not grow
 //! for 150 ms.
@@ -231,7 +231,10 @@ impl Link {
         let seconds = self.elapsed.as_secs_f64();
         let (share, rate) = (self.waited.as_secs_f64() / seconds, self.out / seconds);
         if share >= WAITS {
-            (self.last[self.oldest], self.oldest) = (rate, (self.oldest + 1) % WINDOWS);
+            // On a slow link, a single frame takes as long as several windows.
+            for _ in 0..windows_in(self.elapsed) {
+                (self.last[self.oldest], self.oldest) = (rate, (self.oldest + 1) % WINDOWS);
+            }
             let rate = self.last.iter().copied().fold(0.0, f64::max);
             // A change of the link counts at once, and noise only in part.
             let near = (0.77..1.3).contains(&(rate / self.rate));
@@ -245,6 +248,12 @@ impl Link {
         }
         (self.out, self.elapsed, self.waited) = (0.0, Duration::ZERO, Duration::ZERO);
     }
+}
+
+/// Returns the number of windows that `elapsed` stands for, rounded, from 1 to [`WINDOWS`].
+fn windows_in(elapsed: Duration) -> usize {
+    let windows = (elapsed + WINDOW / 2).as_nanos() / WINDOW.as_nanos();
+    usize::try_from(windows).unwrap_or(WINDOWS).clamp(1, WINDOWS)
 }
 
 /// Returns the share of a processor that other threads need, if `idle_cores` processors are idle.

@@ -336,3 +336,27 @@ fn target_that_shares_the_processors_gets_raw_pages() {
         assert!(auto <= 1.1 * best + 0.15, "{world:?}: {auto:.3} s, best {best:.3} s");
     }
 }
+
+#[test]
+fn slow_link_is_known_after_one_frame() {
+    let sent = |elapsed: u64| {
+        let (mut chooser, now) = (Chooser::new(Duration::ZERO), Duration::from_millis(elapsed));
+        let facts = Facts {
+            class: Class::Mixed,
+            codec: None,
+            bytes_in: 1 << 20,
+            bytes_out: 1 << 20,
+            encode: Duration::ZERO,
+            encode_cpu: Duration::ZERO,
+            elapsed: now,
+            waited: now,
+            idle_cores: 1.0,
+        };
+        chooser.sent(&facts, now);
+        chooser.next(Class::Mixed, 1 << 17, now)
+    };
+    // 1 MiB takes 84 ms at 100 Mb/s. A shorter time may be that of a target that does not run.
+    assert!(matches!(sent(84), Choice::Probe(_)));
+    assert_eq!(sent(12), Choice::Raw);
+    assert_eq!((windows_in(Duration::ZERO), windows_in(Duration::MAX / 2)), (1, WINDOWS));
+}
