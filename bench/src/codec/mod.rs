@@ -123,9 +123,9 @@ impl Options {
 /// Its methods fail with [`OurError::Unavailable`] if this host cannot run the side, which skips
 /// it. Every other error is a failure.
 pub trait OurRunner {
-    /// Boots the guest of `spec` at the source's end of the link, lets it run for the warm-up time,
-    /// migrates it with the encoding, and ends both processes. If there is a file, the guest has it
-    /// as an initrd.
+    /// Boots the guest of `spec` at the source's end of `link`, lets it run for the warm-up time,
+    /// migrates it with the encoding, and ends both processes. The guest has the file `initrd` in
+    /// its memory, if it is given.
     ///
     /// The guest is observed before and during the migration, as for
     /// [`stalls`](crate::stalls::OurRunner::run), but during the migration only once per
@@ -138,7 +138,8 @@ pub trait OurRunner {
         &mut self,
         spec: &CaseSpec,
         encoding: Encoding,
-        place: (&Link, Option<&Path>),
+        link: &Link,
+        initrd: Option<&Path>,
     ) -> Result<Run, OurError>;
 
     /// Boots the guest of `spec` at the source's end of `link`, writes a snapshot of it, lets it
@@ -179,7 +180,7 @@ mod tests {
     struct NoMoves;
 
     impl OurRunner for NoMoves {
-        fn run(&mut self, spec: &CaseSpec, _: Encoding, _: (&Link, Option<&Path>)) -> Result<Run, OurError> {
+        fn run(&mut self, spec: &CaseSpec, _: Encoding, _: &Link, _: Option<&Path>) -> Result<Run, OurError> {
             unreachable!("no moves are selected, but {} runs", spec.name)
         }
 

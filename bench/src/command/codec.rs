@@ -17,7 +17,7 @@ use serde_json::Value;
 use std::ffi::OsString;
 use std::io;
 use std::net::Ipv4Addr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -42,12 +42,14 @@ impl OurRunner for Ours {
         &mut self,
         spec: &CaseSpec,
         encoding: Encoding,
-        (link, initrd): (&Link, Option<&Path>),
+        link: &Link,
+        initrd: Option<&Path>,
     ) -> Result<Run, OurError> {
         if let Some(why) = no_kvm() {
             return Err(OurError::Unavailable(why));
         }
-        move_once(spec, encoding, &InitrdHost { link, initrd })
+        let source = initrd.map(|path| option("--initrd", path)).unwrap_or_default();
+        move_once(spec, encoding, &WithOptions { link, source, target: Vec::new() })
             .map_err(|error| OurError::Failed(error.into()))
     }
 
@@ -59,21 +61,24 @@ impl OurRunner for Ours {
     }
 }
 
-/// Link, and an initrd of the source's guest.
+/// Link whose two processes have further options.
 #[derive(Debug)]
-struct InitrdHost<'a> {
+struct WithOptions<'a> {
     link: &'a Link,
-    initrd: Option<&'a Path>,
+    source: Vec<OsString>,
+    target: Vec<OsString>,
 }
 
-impl Environment for InitrdHost<'_> {
+impl Environment for WithOptions<'_> {
     fn address(&self, role: Role) -> Ipv4Addr {
         Environment::address(self.link, role)
     }
 
     fn options(&self, role: Role) -> Vec<OsString> {
-        let initrd = self.initrd.filter(|_| role == Role::Source);
-        initrd.map(|initrd| vec!["--initrd".into(), initrd.into()]).unwrap_or_default()
+        match role {
+            Role::Source => self.source.clone(),
+            Role::Target => self.target.clone(),
+        }
     }
 
     fn enter(&self, role: Role, command: &mut Command) -> io::Result<()> {
@@ -81,7 +86,12 @@ impl Environment for InitrdHost<'_> {
     }
 }
 
-fn move_once(spec: &CaseSpec, encoding: Encoding, host: &InitrdHost<'_>) -> Result<Run> {
+/// Returns an option with a path.
+fn option(name: &str, path: &Path) -> Vec<OsString> {
+    vec![name.into(), path.into()]
+}
+
+fn move_once(spec: &CaseSpec, encoding: Encoding, host: &WithOptions<'_>) -> Result<Run> {
     let setup = Setup {
         // QEMU has no balloon in this bench.
         balloon: false,
@@ -146,40 +156,14 @@ fn request(spec: &CaseSpec, encoding: Encoding, uri: &str) -> Result<MigrateRequ
     })
 }
 
-/// Folder that both processes may use, with a snapshot of the guest, beside a link.
-#[derive(Debug)]
-struct SnapshotHost<'a> {
-    link: &'a Link,
-    folder: tempfile::TempDir,
-    side: ReturnSide,
-}
-
-impl SnapshotHost<'_> {
-    fn snapshot(&self) -> PathBuf {
-        self.folder.path().join("snapshot")
-    }
-}
-
-impl Environment for SnapshotHost<'_> {
-    fn address(&self, role: Role) -> Ipv4Addr {
-        Environment::address(self.link, role)
-    }
-
-    fn options(&self, role: Role) -> Vec<OsString> {
-        match role {
-            Role::Source => vec!["--migrate-dir".into(), self.folder.path().into()],
-            Role::Target if self.side == ReturnSide::Known => vec!["--have".into(), self.snapshot().into()],
-            Role::Target => Vec::new(),
-        }
-    }
-
-    fn enter(&self, role: Role, command: &mut Command) -> io::Result<()> {
-        Environment::enter(self.link, role, command)
-    }
-}
-
 fn move_back(spec: &ReturnSpec, side: ReturnSide, link: &Link) -> Result<Return> {
-    let host = SnapshotHost { link, folder: tempfile::tempdir()?, side };
+    let folder = tempfile::tempdir()?;
+    let snapshot = folder.path().join("snapshot");
+    let target = match side {
+        ReturnSide::Whole => Vec::new(),
+        ReturnSide::Known => option("--have", &snapshot),
+    };
+    let host = WithOptions { link, source: option("--migrate-dir", folder.path()), target };
     let setup = Setup {
         balloon: false,
         environment: &host,
@@ -188,10 +172,8 @@ fn move_back(spec: &ReturnSpec, side: ReturnSide, link: &Link) -> Result<Return>
     let stop = AtomicBool::new(false);
     let mut source = SingleProcess::start(&setup)?;
     source.runs(&stop)?;
-    let copy = MigrateRequest {
-        keep_running: true,
-        ..MigrateRequest::to(&format!("file:{}", host.snapshot().display()))
-    };
+    let copy =
+        MigrateRequest { keep_running: true, ..MigrateRequest::to(&format!("file:{}", snapshot.display())) };
     source.migrate(&copy)?;
     quietly(&mut source.runner).context("the snapshot")?;
     let mut pair = source.with_target(&setup, &stop)?;

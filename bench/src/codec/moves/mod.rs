@@ -45,7 +45,7 @@ pub(super) fn run(
         let runs = rounds.run(sides, name, |side, _: &[SideRuns]| {
             let skip = |why: &String| Stop::Skip(why.clone());
             let (link, files) = (link.as_ref().map_err(skip)?, files.as_ref().map_err(skip)?);
-            run_side(spec, side, ours, (link, files.as_ref().map(NamedTempFile::path)))
+            run_side(spec, side, ours, link, files.as_ref().map(NamedTempFile::path))
         });
         report::add_case(document, spec, &runs);
     }
@@ -67,11 +67,12 @@ fn run_side(
     spec: &CaseSpec,
     side: Side,
     ours: &mut dyn OurRunner,
-    (link, files): (&Link, Option<&Path>),
+    link: &Link,
+    files: Option<&Path>,
 ) -> Result<Run, Stop> {
     enough_memory(spec.memory())?;
     Ok(match side {
-        Side::Ours(encoding) => ours.run(spec, encoding, (link, files))?,
+        Side::Ours(encoding) => ours.run(spec, encoding, link, files)?,
         Side::Qemu(encoding) => {
             qemu::stalls(&QemuSpec { initrd: files.map(Path::to_owned), ..qemu_spec(spec, encoding) }, link)?
         }

@@ -170,7 +170,7 @@ fn qemu_has_the_cache_and_the_limits_of_the_case() {
 struct Same;
 
 impl OurRunner for Same {
-    fn run(&mut self, _: &CaseSpec, _: Encoding, _: (&Link, Option<&Path>)) -> Result<Run, OurError> {
+    fn run(&mut self, _: &CaseSpec, _: Encoding, _: &Link, _: Option<&Path>) -> Result<Run, OurError> {
         Ok(scripted(100, 1000, 50))
     }
 
