@@ -4,9 +4,11 @@ use super::args::BenchArgs;
 use super::postcopy::{Stalls, result};
 use super::{Finished, ended, meters, no_kvm, program, request};
 use crate::result::MigrationResult;
-use crate::stalls::{self, CaseSpec, Channels, Options, OurError, OurRunner, Outcome, POLL, Run, on_target};
+use crate::stalls::{
+    self, CaseSpec, Channels, FLOOR, Options, OurError, OurRunner, Outcome, POLL, Run, on_target,
+};
 use anyhow::{Context, Result};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use vmferry_client::{Pair, Setup};
 
@@ -29,16 +31,56 @@ impl OurRunner for Ours {
         }
         move_once(spec, channels).map_err(|error| OurError::Failed(error.into()))
     }
+
+    fn stay(&mut self, spec: &CaseSpec) -> Result<Run, OurError> {
+        if let Some(why) = no_kvm() {
+            return Err(OurError::Unavailable(why));
+        }
+        stay(spec).map_err(|error| OurError::Failed(error.into()))
+    }
 }
 
-fn move_once(spec: &CaseSpec, channels: Channels) -> Result<Run> {
-    let setup = Setup {
+fn setup(spec: &CaseSpec) -> Result<Setup<'static>> {
+    Ok(Setup {
         cpus: spec.vcpus,
         // QEMU has no balloon in this bench.
         balloon: false,
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload.clone())
-    };
-    let mut pair = Pair::start(&setup, &AtomicBool::new(false))?;
+    })
+}
+
+/// Observes a guest that is not moved, while all processors are busy.
+fn stay(spec: &CaseSpec) -> Result<Run> {
+    let mut pair = Pair::start(&setup(spec)?, &AtomicBool::new(false))?;
+    let mut here = Stalls::before(&mut pair.source, spec.memory, (spec.warm_up, POLL))?;
+    let processors = std::thread::available_parallelism()?.get();
+    let others = processors.saturating_sub(usize::try_from(spec.vcpus)?);
+    let (start, end) = (Instant::now(), AtomicBool::new(false));
+    here.count_from(start);
+    std::thread::scope(|scope| {
+        for _ in 0..others {
+            scope.spawn(|| {
+                while !end.load(Ordering::Relaxed) {
+                    std::hint::black_box(());
+                }
+            });
+        }
+        let mut observe = || {
+            while start.elapsed() < FLOOR {
+                std::thread::sleep(POLL);
+                here.listen(&mut pair.source)?;
+            }
+            Ok::<_, anyhow::Error>(())
+        };
+        let observed = observe();
+        end.store(true, Ordering::Relaxed);
+        observed
+    })?;
+    Ok(Run { source: here.observed, end: start.elapsed().as_secs_f64(), ..Run::default() })
+}
+
+fn move_once(spec: &CaseSpec, channels: Channels) -> Result<Run> {
+    let mut pair = Pair::start(&setup(spec)?, &AtomicBool::new(false))?;
     let request = request(spec, channels, &pair.uri)?;
     let mut here = Stalls::before(&mut pair.source, spec.memory, (spec.warm_up, POLL))?;
     let meters = meters(&pair)?;

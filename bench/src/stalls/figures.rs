@@ -35,6 +35,9 @@ pub(super) struct Stalled {
 /// Returns the stalls of a guest, or `None` if the window of the blackout is not known for each
 /// vCPU.
 pub(super) fn stalled(run: &Run) -> Option<Stalled> {
+    if run.result.total.is_zero() {
+        return stayed(run);
+    }
     let [first, calm, command] = before(run)?;
     // An earlier report can have fewer windows than the vCPUs had closed when they were stopped.
     let stopped = run.source.last().filter(|observed| observed.at >= run.end)?;
@@ -52,6 +55,19 @@ pub(super) fn stalled(run: &Run) -> Option<Stalled> {
         all.before.add(&between(first, calm)?);
         all.after.add(&between(arrived, last)?);
         all.blackout_us = all.blackout_us.max(blackout_us);
+    }
+    Some(all)
+}
+
+/// Returns the stalls of a guest that was not moved.
+fn stayed(run: &Run) -> Option<Stalled> {
+    /// No window is that of a blackout.
+    const NONE: u64 = u64::MAX;
+    let ([first, calm, start], last) = (before(run)?, run.source.last()?);
+    let mut all = Stalled { before_s: calm.at - first.at, ..Stalled::default() };
+    for vcpu in 0..start.vcpus.len() {
+        all.during.add(&between(run, vcpu, (start, last), NONE)?);
+        all.before.add(&between(run, vcpu, (first, calm), NONE)?);
     }
     Some(all)
 }
@@ -80,8 +96,11 @@ fn between(run: &Run, vcpu: usize, (from, to): (&Observation, &Observation), ope
 /// Returns the figures of a run. A figure that was not measured is absent.
 pub(super) fn of(run: &Run) -> Figures {
     let result = &run.result;
-    let mut figures = result.times();
-    figures.extend([("data_gbytes", result.gbytes()), ("gbytes_per_s", result.gbytes_per_s())]);
+    let moved = !result.total.is_zero();
+    let mut figures = if moved { result.times() } else { Figures::new() };
+    if moved {
+        figures.extend([("data_gbytes", result.gbytes()), ("gbytes_per_s", result.gbytes_per_s())]);
+    }
     figures.extend(result.passes.map(|passes| ("passes", to_f64(passes))));
     figures.extend(speeds(run));
     if let Some(stalled) = stalled(run) {
@@ -105,18 +124,23 @@ fn of_stalls(stalled: &Stalled) -> impl Iterator<Item = (&'static str, f64)> {
         ("before_stall_max_ms", before.longest_us().map(ms)),
         ("before_long_stalls_per_s", Some(long(before) / before_s)),
         ("after_stall_max_ms", after.longest_us().map(ms)),
-        ("after_long_stalls", Some(long(after))),
+        ("after_long_stalls", after.longest_us().map(|_| long(after))),
     ]
     .into_iter()
     .filter_map(|(name, value)| Some((name, value?)))
 }
 
-/// Returns the speed of the guest before the migration, and from the command until the end.
+/// Returns the speed of the guest before the migration, and from the command until the end. For a
+/// guest that was not moved, the second speed is that of the whole time that it was observed.
 pub(crate) fn speeds(run: &Run) -> Vec<(&'static str, f64)> {
     let Some([first, calm, _]) = before(run) else { return Vec::new() };
     let timeline = run.timeline();
     let before = timeline.speed(first.at, calm.at);
-    let during = timeline.speed(0.0, run.result.total.as_secs_f64());
+    let end = match run.result.total.is_zero() {
+        true => run.end,
+        false => run.result.total.as_secs_f64(),
+    };
+    let during = timeline.speed(0.0, end);
     vec![
         ("writes_before_per_s", before),
         ("writes_during_per_s", during),

@@ -4,6 +4,10 @@
 //! compete with them for the processors. In each round every side moves the guest once: vmferry
 //! with each setting of its channels, QEMU with a single stream, and QEMU with multifd.
 //!
+//! A host that is itself a virtual machine may stop a processor for milliseconds, most of all if
+//! all of its processors are busy. Therefore the side `floor` measures the same guest without a
+//! migration, while other threads keep the remaining processors busy.
+//!
 //! # How stalls are measured
 //!
 //! The guest measures its stalls by its own clock. Each vCPU counts them by length, and publishes
@@ -76,6 +80,9 @@ const FIRST_POLL: Duration = Duration::from_millis(20);
 /// source process ends.
 const AFTER: Duration = Duration::from_millis(500);
 
+/// Time for which a guest is observed that is not moved.
+pub const FLOOR: Duration = Duration::from_secs(4);
+
 /// Longest time until the guest reports from the target.
 pub(crate) const REPORT: Duration = Duration::from_secs(10);
 
@@ -92,6 +99,15 @@ pub trait OurRunner {
     /// Fails with [`OurError::Unavailable`] if this host cannot run the side, which skips it. Every
     /// other error is a failure.
     fn run(&mut self, spec: &CaseSpec, channels: Channels) -> Result<Run, OurError>;
+
+    /// Boots the guest of `spec`, lets it run for the warm-up time, and observes it for
+    /// [`FLOOR`] while all processors of the host are busy. The guest is not moved, so the total
+    /// time of the result is zero.
+    ///
+    /// # Errors
+    ///
+    /// Fails like [`run`](Self::run).
+    fn stay(&mut self, spec: &CaseSpec) -> Result<Run, OurError>;
 }
 
 /// Runs of one side in one case.
@@ -117,6 +133,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
 fn run_side(spec: &CaseSpec, side: Side, ours: &mut dyn OurRunner) -> Result<Run, Stop> {
     enough_memory(spec.memory)?;
     Ok(match side {
+        Side::Floor => ours.stay(spec)?,
         Side::Ours(channels) => ours.run(spec, channels)?,
         Side::Qemu { multifd } => qemu::stalls(&qemu_spec(spec, multifd), &Link::Loopback)?,
     })

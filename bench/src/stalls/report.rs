@@ -18,6 +18,10 @@ const COMPARED: [(&str, &str); 3] = [
     ("total_to_qemu", "total_ms"),
 ];
 
+/// Ratios of vmferry to the guest that is not moved, taken in each round: name, compared metric.
+const TO_FLOOR: [(&str, &str); 2] =
+    [("stall_max_to_floor", "stall_max_ms"), ("stall_p999_to_floor", "stall_p999_ms")];
+
 /// Main figures: name in the summary, metric of the case `2cpu/ours-auto`.
 const SUMMARY: [(&str, &str); 3] = [
     ("max_to_qemu", "stall_max_to_qemu"),
@@ -46,14 +50,20 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
     ];
     let first = document.cases.len();
     cases::add(document, (&spec.name, &params), sides, figures::of);
-    let theirs = sides.iter().find(|runs| runs.side == QEMU);
+    let of = |side| sides.iter().find(|runs| runs.side == side);
+    let others = [(of(QEMU), &COMPARED[..]), (of(Side::Floor), &TO_FLOOR[..])];
     for (case, runs) in document.cases[first..].iter_mut().zip(sides) {
         let during: Vec<_> =
             runs.rounds.iter().flatten().filter_map(|run| Some(stalled(run)?.during)).collect();
         case.hist_us = histogram(during.iter());
-        let Some(theirs) = theirs.filter(|_| matches!(runs.side, Side::Ours(_))) else { continue };
-        for (name, compared) in COMPARED {
-            case.spread(name, Spread::of_ratios(&by_round(runs, compared), &by_round(theirs, compared)));
+        if !matches!(runs.side, Side::Ours(_)) {
+            continue;
+        }
+        for (theirs, names) in &others {
+            let Some(theirs) = theirs else { continue };
+            for (name, compared) in *names {
+                case.spread(name, Spread::of_ratios(&by_round(runs, compared), &by_round(theirs, compared)));
+            }
         }
     }
 }

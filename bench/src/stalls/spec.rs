@@ -24,6 +24,9 @@ const OURS: [Channels; 3] = [Channels::Count(1), Channels::Count(2), Channels::A
 /// Program that moves the guest, and its connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
+    /// No migration. Other threads keep the processors busy that the guest leaves idle, so that
+    /// the stalls are those of a guest whose host has no idle processor.
+    Floor,
     /// vmferry, with this setting of its channels.
     Ours(Channels),
     /// QEMU.
@@ -39,6 +42,7 @@ pub(super) const QEMU: Side = Side::Qemu { multifd: None };
 impl fmt::Display for Side {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
+            Side::Floor => f.write_str("floor"),
             Side::Ours(Channels::Count(count)) => write!(f, "ours-{count}"),
             Side::Ours(Channels::Auto) => f.write_str("ours-auto"),
             Side::Qemu { multifd } => fmt::Display::fmt(&migrate::Side::Qemu { multifd }, f),
@@ -70,7 +74,8 @@ impl Options {
     /// Each vCPU writes 100 000 times per second to a working set of 64 MiB. The guest has 3 GiB of
     /// random data.
     pub fn full() -> Self {
-        let sides = OURS.into_iter().map(Side::Ours).chain([QEMU, Side::Qemu { multifd: Some(2) }]);
+        let ours = OURS.into_iter().map(Side::Ours);
+        let sides = [Side::Floor].into_iter().chain(ours).chain([QEMU, Side::Qemu { multifd: Some(2) }]);
         Options { cases: vec![busy(2), busy(1)], sides: sides.collect(), repeats: 7, only: Vec::new() }
     }
 

@@ -111,6 +111,33 @@ fn stall_beside_the_blackout_is_counted() {
     );
 }
 
+/// Returns the run of a guest that was not moved.
+fn not_moved(vcpus: &[[u64; 11]]) -> Run {
+    let Run { source, .. } = scripted(vcpus, 0);
+    Run { end: 2.1, target: Vec::new(), source, ..Run::default() }
+}
+
+#[test]
+fn guest_that_is_not_moved_has_no_blackout() {
+    // Only the windows until the last observation of the source count: the seventh is the last.
+    let figures = figures::of(&not_moved(&[STALLS]));
+    assert_close(
+        &figures,
+        &[
+            ("stall_max_ms", 3.0),
+            ("stalls", 2.0),
+            ("long_stalls", 1.0),
+            ("before_stall_max_ms", 2.0),
+            ("writes_before_per_s", 5000.0),
+        ],
+    );
+    for absent in ["guest_downtime_ms", "total_ms", "after_stall_max_ms", "after_long_stalls", "gbytes_per_s"]
+    {
+        assert!(!figures.contains_key(absent), "{absent}: {figures:?}");
+    }
+    assert!(figures["guest_speed_kept"] > 0.0);
+}
+
 #[test]
 fn stalls_are_absent_if_the_window_of_the_blackout_is_unknown() {
     let absent = |run: &Run| {
@@ -170,6 +197,9 @@ struct Scripted(Vec<Result<Run, OurError>>);
 
 impl OurRunner for Scripted {
     fn run(&mut self, _: &CaseSpec, _: Channels) -> Result<Run, OurError> {
+        self.0.remove(0)
+    }
+    fn stay(&mut self, _: &CaseSpec) -> Result<Run, OurError> {
         self.0.remove(0)
     }
 }
@@ -259,7 +289,7 @@ fn quick_bench_is_the_full_bench_with_fewer_rounds() {
         assert_eq!(workload.data, Some(spec.data));
         assert!(spec.data < spec.memory);
         let names: Vec<String> = full.selected(spec).map(|side| side.to_string()).collect();
-        assert_eq!(names, ["ours-1", "ours-2", "ours-auto", "qemu-single", "qemu-multifd-2"]);
+        assert_eq!(names, ["floor", "ours-1", "ours-2", "ours-auto", "qemu-single", "qemu-multifd-2"]);
     }
     let only = Options { only: vec!["2cpu/qemu".into()], ..full };
     assert_eq!(only.cases.iter().map(|spec| only.selected(spec).count()).collect::<Vec<_>>(), [2, 0]);
