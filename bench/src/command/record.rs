@@ -140,6 +140,9 @@ impl SourceVm for Recorded<'_> {
     fn throttled(&self) -> Vec<Duration> {
         self.vm.throttled()
     }
+    fn run_delays(&self) -> Vec<Duration> {
+        self.vm.run_delays()
+    }
     fn pause_costs(&self) -> PauseCosts {
         self.vm.pause_costs()
     }

@@ -267,7 +267,8 @@ pub(crate) struct DemoArgs {
     pub(crate) free_pages: OnOff,
     /// Number of bulk channels
     ///
-    /// `auto` is one channel for each idle processor, from 1 to 4.
+    /// `auto` is one channel for each processor, from 1 to 4. While the guest runs, only as many of
+    /// them send at the same time as there are processors that the guest leaves idle.
     #[arg(long, default_value_t, value_name = "auto|N", help_heading = heading::TRANSFER)]
     pub(crate) channels: ChannelsArg,
     /// Confinement of the two processes, as in `run --sandbox`
@@ -585,10 +586,10 @@ pub(crate) struct MigrateArgs {
     pub(crate) reaper: Policy,
     /// Number of bulk channels [default: auto]
     ///
-    /// `auto` is one channel for each processor that is idle when the migration begins, from 1 to
-    /// 4. Threads of the migration then take no processor from vCPUs. If the target is given as
-    /// several sockets (fd:N,N...), the default is the number of sockets that no other channel
-    /// needs.
+    /// `auto` is one channel for each processor, from 1 to 4. While the guest runs, only as many of
+    /// them send at the same time as there are processors that the guest leaves idle, and at least
+    /// one. If the target is given as several sockets (fd:N,N...), the default is the number of
+    /// sockets that no other channel needs.
     #[arg(long, value_name = "auto|N", help_heading = heading::TRANSFER)]
     pub(crate) channels: Option<ChannelsArg>,
     /// Stop the guest once the expected downtime is at most T

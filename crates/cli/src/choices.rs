@@ -321,7 +321,7 @@ impl fmt::Display for CodecArg {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "Number", into = "Number")]
 pub(crate) enum ChannelsArg {
-    /// One for each idle processor, by [`Settings::idle_channels`].
+    /// [`Settings::usual_channels`], of which only some send while the guest needs the processors.
     #[default]
     Auto,
     /// This number, from 1 to [`Settings::MAX_CHANNELS`].
@@ -337,12 +337,11 @@ enum Number {
 }
 
 impl ChannelsArg {
-    /// Returns the number for a migration that begins now. Only a thread that may open files can
-    /// call this method.
-    pub(crate) fn count(self) -> u16 {
+    /// Returns the number of channels, and whether the number of those that send adapts.
+    pub(crate) fn count(self) -> (u16, bool) {
         match self {
-            Self::Auto => Settings::idle_channels(),
-            Self::Count(count) => count,
+            Self::Auto => (Settings::usual_channels(), true),
+            Self::Count(count) => (count, false),
         }
     }
 }
@@ -471,7 +470,9 @@ mod tests {
             assert_eq!(parse(&serde_json::to_string(&arg).unwrap()).unwrap(), arg);
         }
         assert!("0".parse::<ChannelsArg>().is_err() && "".parse::<ChannelsArg>().is_err());
-        assert!((1..=4).contains(&ChannelsArg::Auto.count()) && ChannelsArg::Count(7).count() == 7);
+        let (channels, adapts) = ChannelsArg::Auto.count();
+        assert!((1..=4).contains(&channels) && adapts);
+        assert_eq!(ChannelsArg::Count(7).count(), (7, false));
     }
 
     #[test]

@@ -341,6 +341,17 @@ pub trait SourceVm: Migratable {
         Vec::new()
     }
 
+    /// Returns the total time for which each vCPU was able to run, but waited for a processor of
+    /// the host, in the order of the vCPUs. Linux counts this time for each thread
+    /// (`/proc/self/task/ID/schedstat`, second field).
+    ///
+    /// If the settings adapt the channels, the engine calls this method about ten times a second
+    /// while the guest runs. It lets fewer channels send at the same time while the times grow. The
+    /// default returns an empty list, which means that the times are unknown.
+    fn run_delays(&self) -> Vec<Duration> {
+        Vec::new()
+    }
+
     /// Returns the origin of the figures for the time that stopping the guest takes. With the
     /// default, the engine measures this time in trial pauses.
     fn pause_costs(&self) -> PauseCosts {

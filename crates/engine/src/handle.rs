@@ -4,7 +4,7 @@
 use crate::plan::{CourseChange, Verdict};
 use crate::report::{
     Bytes, CodecFigures, DeltaCacheFigures, EncodingFigures, FreePagesFigures, KnownPagesFigures,
-    PaceFigures, Report,
+    PaceFigures, Report, SenderFigures,
 };
 use crate::source::Settings;
 use crate::wake::Wakers;
@@ -308,6 +308,9 @@ pub struct Progress {
     /// Number of missing pages that the source still has to send in postcopy. `None` while there is
     /// no handover, or while the link is lost.
     pub left_pages: Option<u64>,
+    /// Figures of the bulk channels that send at the same time. `None` unless
+    /// [`Settings::adapt_channels`](crate::Settings::adapt_channels) is set.
+    pub senders: Option<SenderFigures>,
     /// Rate limit of the bulk channels in postcopy, in bytes per second. `None` until the rate
     /// control has found a rate.
     pub pace: Option<u64>,
@@ -564,6 +567,7 @@ impl MigrationHandle {
         report.delta_cache = self.counters.encodings.delta_cache();
         report.known_pages = self.counters.hashes.figures();
         report.free_pages = progress.free_pages;
+        report.senders = progress.senders;
         report.course = progress.course;
         report
     }

@@ -1,12 +1,12 @@
 //! Idle processors of the host, and the waiting of a thread for its link.
 
 use crate::handle::thread_cpu;
-use rustix::thread::Pid;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+use vmferry_thread::RunDelay;
 
 /// Minimum interval between two readings. The kernel counts idle time in ticks of 10 ms.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(100);
@@ -79,33 +79,10 @@ impl IdleCores {
 /// Shortest time without running for which [`LinkWait`] asks the kernel for its cause.
 const WORTH_ASKING: Duration = Duration::from_micros(20);
 
-/// Counter of the time for which a thread waits for a processor (`run_delay` in its file
-/// `schedstat`).
+/// Counter of the time for which a thread that sends pages waits for a processor.
 ///
-/// A thread that sends pages may open no files, so another thread opens the counter.
-#[derive(Debug, Default)]
-pub(crate) struct RunDelay {
-    schedstat: OnceLock<File>,
-}
-
-impl RunDelay {
-    /// Opens the counter of the thread `thread` of this process. The calling thread must be allowed
-    /// to open files.
-    pub(crate) fn open(&self, thread: Pid) {
-        match File::open(format!("/proc/self/task/{}/schedstat", thread.as_raw_nonzero())) {
-            Ok(file) => drop(self.schedstat.set(file)),
-            Err(error) => tracing::debug!("cannot measure how long a thread waits for a processor: {error}"),
-        }
-    }
-
-    /// Returns the time for which the thread has waited for a processor since its start, or `None`
-    /// if the counter is not open or the kernel does not count.
-    fn read(&self) -> Option<Duration> {
-        let mut text = [0; 64];
-        let bytes = self.schedstat.get()?.read_at(&mut text, 0).ok()?;
-        run_delay(std::str::from_utf8(text.get(..bytes)?).ok()?)
-    }
-}
+/// Such a thread may open no files, so another thread opens the counter.
+pub(crate) type OpenedLater = OnceLock<RunDelay>;
 
 /// Stopwatch for the time in which a thread waits for the link.
 ///
@@ -113,7 +90,7 @@ impl RunDelay {
 /// processor. Without its [`RunDelay`], all time in which it does not run is waiting for the link.
 #[derive(Debug)]
 pub(crate) struct LinkWait {
-    counter: Arc<RunDelay>,
+    counter: Arc<OpenedLater>,
     /// Value of the counter at its last reading. `None` before the first one.
     delayed: Option<Duration>,
 }
@@ -127,13 +104,13 @@ pub(crate) struct Started {
 
 impl LinkWait {
     /// Returns the stopwatch of the thread whose counter is `counter`.
-    pub(crate) fn new(counter: Arc<RunDelay>) -> Self {
+    pub(crate) fn new(counter: Arc<OpenedLater>) -> Self {
         Self { counter, delayed: None }
     }
 
     /// Reads the counter, so that what it has counted until now is part of no time.
     pub(crate) fn reset(&mut self) {
-        self.delayed = self.counter.read();
+        self.delayed = self.delay();
     }
 
     /// Starts the stopwatch.
@@ -148,16 +125,16 @@ impl LinkWait {
         if stood < WORTH_ASKING {
             return Duration::ZERO;
         }
-        let earlier = std::mem::replace(&mut self.delayed, self.counter.read());
+        let counted = self.delay();
+        let earlier = std::mem::replace(&mut self.delayed, counted);
         let delayed = self.delayed.zip(earlier).map(|(now, earlier)| now.saturating_sub(earlier));
         stood.saturating_sub(delayed.unwrap_or_default())
     }
-}
 
-/// Returns the time for which a thread has waited for a processor, from `text`, the content of its
-/// file `schedstat`: the second field, in nanoseconds.
-fn run_delay(text: &str) -> Option<Duration> {
-    text.split_ascii_whitespace().nth(1)?.parse().ok().map(Duration::from_nanos)
+    /// Returns the value of the counter, if it is open.
+    fn delay(&self) -> Option<Duration> {
+        self.counter.get()?.read()
+    }
 }
 
 /// Returns the idle time of all processors in `text`, the content of `/proc/stat`: the fields
@@ -183,17 +160,11 @@ mod tests {
         assert_eq!(IdleCores::default().ticks_now(), None, "the file is not open");
     }
 
-    #[test]
-    fn waiting_for_a_processor_is_the_second_field() {
-        assert_eq!(run_delay("535358457 218778 41\n"), Some(Duration::from_nanos(218_778)));
-        assert_eq!(run_delay("535358457"), None);
-        assert_eq!(run_delay("535358457 x 41"), None);
-    }
-
     fn of_this_thread() -> LinkWait {
         let mut stopwatch = LinkWait::new(Arc::default());
-        assert_eq!(stopwatch.counter.read(), None, "the counter is not open");
-        stopwatch.counter.open(rustix::thread::gettid());
+        assert_eq!(stopwatch.delay(), None, "the counter is not open");
+        let thread = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
+        stopwatch.counter.set(RunDelay::open(thread).unwrap()).unwrap();
         stopwatch.reset();
         stopwatch
     }
@@ -209,7 +180,7 @@ mod tests {
     #[test]
     fn waiting_for_a_processor_is_not_waiting_for_the_link() {
         let mut stopwatch = of_this_thread();
-        if stopwatch.counter.read().is_none() {
+        if stopwatch.delay().is_none() {
             let reason = "the kernel does not count the time for which a thread waits for a processor";
             return vmferry_testkit::skip(vmferry_testkit::Need::Kernel, reason);
         }

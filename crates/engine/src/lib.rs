@@ -101,7 +101,7 @@ pub use mapped::MappedMemory;
 pub use report::{
     Bytes, CodecFigures, Cpu, DeltaCacheFigures, Downtime, EncodingFigures, Ended, FaultFigures,
     FreePagesFigures, KnownPagesFigures, MigrationKind, PaceFigures, PassReport, PhaseReport,
-    PostcopyFigures, Report, SnapshotFigures, ThrottleFigures,
+    PostcopyFigures, Report, SenderFigures, SnapshotFigures, ThrottleFigures,
 };
 /// TLS library. Callers of [`Tls::with_provider`] need its type for a provider of cryptography.
 #[cfg(feature = "tls")]

@@ -80,6 +80,9 @@ pub struct Report {
     pub postcopy: Option<PostcopyFigures>,
     /// Figures of the bulk rate control in postcopy. `None` if the rate was not controlled.
     pub pace: Option<PaceFigures>,
+    /// Figures of the bulk channels that sent at the same time. `None` unless
+    /// [`Settings::adapt_channels`](crate::Settings::adapt_channels) is set.
+    pub senders: Option<SenderFigures>,
     /// Number of times the link was lost after the handover, whether or not the link was restored.
     /// A cut that the operator requested counts, too.
     pub interruptions: u64,
@@ -489,6 +492,25 @@ pub struct PaceFigures {
     pub probes: u64,
     /// Number of probes that were answered.
     pub echoes: u64,
+}
+
+/// Figures of the bulk channels that send at the same time, if their number adapts to the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct SenderFigures {
+    /// Number of channels that may send at the same time while the guest runs: the current or the
+    /// last one.
+    pub now: u16,
+    /// Smallest number so far.
+    pub least: u16,
+    /// Largest number so far.
+    pub most: u16,
+    /// Number of changes.
+    pub changes: u64,
+    /// Time in us for which vCPUs waited for processors of the host while the guest ran, summed
+    /// over all vCPUs. 0 if the VMM does not tell
+    /// ([`SourceVm::run_delays`](crate::SourceVm::run_delays)).
+    pub vcpu_wait_us: u64,
 }
 
 impl From<&crate::source::pace::Figures> for PaceFigures {

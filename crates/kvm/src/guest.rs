@@ -374,6 +374,13 @@ impl<E: Clone + Send + 'static> Guest<E> {
         self.throttle.totals()
     }
 
+    /// Returns the total time for which each vCPU has waited for a processor, for
+    /// [`SourceVm::run_delays`](vmferry_core::SourceVm::run_delays).
+    #[must_use]
+    pub fn run_delays(&self) -> Vec<Duration> {
+        self.ids.run_delays()
+    }
+
     /// Lets the vCPUs run, for [`SourceVm::resume`](vmferry_core::SourceVm::resume).
     pub fn run(&self) {
         self.park.run_all();

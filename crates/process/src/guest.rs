@@ -193,6 +193,12 @@ impl ProcessGuest {
         self.throttle.totals()
     }
 
+    /// Returns the total time for which each thread has waited for a processor.
+    #[must_use]
+    pub fn run_delays(&self) -> Vec<Duration> {
+        self.paging.threads().run_delays()
+    }
+
     /// Returns the guest's state besides its memory. The guest must be paused.
     ///
     /// # Errors

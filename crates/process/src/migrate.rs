@@ -62,6 +62,10 @@ impl SourceVm for ProcessGuest {
         Self::throttled(self)
     }
 
+    fn run_delays(&self) -> Vec<Duration> {
+        Self::run_delays(self)
+    }
+
     fn pause(&mut self) -> Result<(), VmError> {
         Self::pause(self).map_err(VmError::new)
     }

@@ -1,5 +1,5 @@
 //! Threads with a [`Role`], a [`Park`] that stops the event loops of devices while a guest is
-//! paused, and the [`ThrottleShares`] of a throttle.
+//! paused, the [`ThrottleShares`] of a throttle, and the [`RunDelay`] of a thread.
 //!
 //! The crates of vmferry start all their threads with [`spawn`] or [`spawn_scoped`]. With
 //! [`on_start`], a process can set one start hook, which each of these threads calls before its
@@ -25,6 +25,7 @@
 //! ```
 #![deny(unsafe_code)]
 
+mod delay;
 mod park;
 #[expect(unsafe_code, reason = "the system calls have no safe wrapper")]
 pub mod scheduling;
@@ -35,6 +36,7 @@ use std::io;
 use std::sync::OnceLock;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
+pub use delay::RunDelay;
 pub use park::{Park, StillWorking, Working};
 pub use throttle::ThrottleShares;
 pub use vcpus::{VcpuThread, VcpuThreads};

@@ -1,14 +1,15 @@
 //! Table of the threads of a guest's vCPUs.
 
-use crate::scheduling;
+use crate::{RunDelay, scheduling};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 /// Table of the thread ids of a guest's vCPUs.
 ///
 /// Demand paging uses the table to find the vCPU that waits for a page, and gives the vCPU threads
-/// short time slices while they wait for single pages. Each vCPU thread registers itself. Lookups
-/// take no lock.
+/// short time slices while they wait for single pages. A migration uses the table to find out for
+/// how long the vCPUs wait for processors. Each vCPU thread registers itself. Lookups take no lock.
 #[derive(Debug)]
 pub struct VcpuThreads {
     /// Thread id of each vCPU. 0 means that no thread is registered, because no thread has the id
@@ -53,6 +54,20 @@ impl VcpuThreads {
         }
     }
 
+    /// Returns the time for which each vCPU thread has waited for a processor since its start, in
+    /// the order of the vCPUs. The time is 0 for a vCPU without a thread, and if the kernel does
+    /// not count it.
+    ///
+    /// The method opens a file for each vCPU, so the calling thread must be allowed to open files.
+    #[must_use]
+    pub fn run_delays(&self) -> Vec<Duration> {
+        let of = |id: &AtomicU32| match id.load(Ordering::Relaxed) {
+            0 => None,
+            thread => RunDelay::open(thread).ok()?.read(),
+        };
+        self.ids.iter().map(|id| of(id).unwrap_or_default()).collect()
+    }
+
     fn set(&self, vcpu: u32, thread: u32) {
         let id = usize::try_from(vcpu).ok().and_then(|vcpu| self.ids.get(vcpu));
         if let Some(id) = id {
@@ -78,6 +93,8 @@ impl Drop for VcpuThread {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicBool;
+    use std::time::Instant;
 
     #[test]
     fn threads_are_found_while_they_are_registered() {
@@ -97,5 +114,33 @@ mod tests {
         drop(registered);
         assert_eq!(table.vcpu(own), None);
         drop(table.register(9));
+    }
+
+    #[test]
+    fn thread_that_shares_its_processor_waits_for_it() {
+        let table = Arc::new(VcpuThreads::new(2));
+        let _registered = table.register(1);
+        if RunDelay::open(scheduling::current_thread()).ok().and_then(|delay| delay.read()).is_none() {
+            let reason = "the kernel does not count the time for which a thread waits for a processor";
+            return vmferry_testkit::skip(vmferry_testkit::Need::Kernel, reason);
+        }
+        let before = table.run_delays();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            // More threads than processors, so that this thread waits, too.
+            for _ in 0..=std::thread::available_parallelism().unwrap().get() {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        std::hint::black_box(());
+                    }
+                });
+            }
+            let began = Instant::now();
+            while table.run_delays()[1] == before[1] && began.elapsed() < vmferry_testkit::PATIENCE {}
+            stop.store(true, Ordering::Relaxed);
+        });
+        let after = table.run_delays();
+        assert!(after[1] > before[1], "{before:?}, {after:?}");
+        assert_eq!(after[0], Duration::ZERO, "the vCPU has no thread");
     }
 }

@@ -198,6 +198,9 @@ impl SourceVm for Machine {
     fn throttled(&self) -> Vec<Duration> {
         self.guest.throttled()
     }
+    fn run_delays(&self) -> Vec<Duration> {
+        self.guest.run_delays()
+    }
     fn pause(&mut self) -> VmResult<()> {
         Ok(self.guest.pause(PATIENCE)?)
     }

@@ -105,6 +105,10 @@ impl SourceVm for Vm {
         Self::throttled(self)
     }
 
+    fn run_delays(&self) -> Vec<Duration> {
+        Self::run_delays(self)
+    }
+
     fn pause(&mut self) -> Result<(), VmError> {
         // The balloon's state is saved after this point, with the target that the guest keeps.
         if let Some(balloon) = self.devices().balloon() {

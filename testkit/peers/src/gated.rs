@@ -78,6 +78,9 @@ impl SourceVm for Gated<'_> {
     fn throttled(&self) -> Vec<Duration> {
         self.vm.throttled()
     }
+    fn run_delays(&self) -> Vec<Duration> {
+        self.vm.run_delays()
+    }
     fn pause_costs(&self) -> PauseCosts {
         self.vm.pause_costs()
     }

@@ -167,6 +167,7 @@ impl MigrateRequest {
     /// credentials of the process for encrypted connections.
     pub(crate) fn settings(&self, own: Option<&Tls>) -> Result<Settings> {
         let given = self.tls.as_ref().map(TlsTexts::build).transpose().context("tls")?;
+        let (channels, adapt_channels) = self.channels.count();
         Ok(Settings {
             tls: given.or_else(|| own.cloned()),
             mode: if self.local { MigrationMode::Local } else { self.mode.into() },
@@ -174,8 +175,8 @@ impl MigrateRequest {
             urgent_channels: self.urgent_channels,
             pace: self.pace.0,
             reconnect_for: Duration::from_millis(self.reconnect_for_ms),
-            // Counting idle processors takes time, and a handoff sends no pages.
-            channels: if self.local { 1 } else { self.channels.count() },
+            channels,
+            adapt_channels,
             downtime_limit: Duration::from_millis(self.downtime_limit_ms),
             max_bandwidth: self.max_bandwidth,
             switchover_bandwidth: self.switchover_bandwidth.map(Into::into),

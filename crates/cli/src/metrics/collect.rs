@@ -134,6 +134,18 @@ const NUMBERS: &[Number] = &[
         "Bytes per second that the last meaningful pass sent",
         "progress.bandwidth",
     ),
+    (
+        "migration_sending_channels",
+        NUMBER,
+        "Bulk channels that may send at the same time",
+        "progress.senders.now",
+    ),
+    (
+        "migration_vcpu_wait",
+        US,
+        "Time for which vCPUs waited for processors while the migration ran",
+        "progress.senders.vcpu_wait_us",
+    ),
     ("migration_pace", RATE, "Pace of the bulk in postcopy", "progress.pace"),
     ("migration_eta", S, "Expected time until the guest runs at the target", "progress.verdict.eta_s"),
     (

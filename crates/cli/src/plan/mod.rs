@@ -56,7 +56,8 @@ pub(crate) struct PlanArgs {
     pub(crate) max_bandwidth: Option<u64>,
     /// Number of bulk channels
     ///
-    /// `auto` is one channel for each idle processor, from 1 to 4.
+    /// `auto` is one channel for each processor, from 1 to 4. The prediction is for as many of them
+    /// as there are idle processors now.
     #[arg(long, default_value_t, value_name = "auto|N", help_heading = heading::TRANSFER)]
     pub(crate) channels: ChannelsArg,
     /// Tracker of the guest's writes

@@ -30,6 +30,7 @@ use super::hashes::Answers;
 use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
 use super::sender::{PassKind, SenderContext};
 use super::session::Session;
+use super::turns::{Adapter, Turns};
 use super::{MigrationMode, Settings, SwitchoverBandwidth};
 use crate::arbiter::{ArbiterClient, ArbiterError, Ownership};
 use crate::channel::{Dialer, Pacer, Stream};
@@ -80,6 +81,8 @@ pub(super) struct Context<'a> {
     pub(super) pacer: Pacer,
     /// Pacer for data that is never limited.
     pub(super) unpaced: Pacer,
+    /// Limit for the channels that send at the same time. `None` if all of them may.
+    pub(super) turns: Option<Turns>,
     /// True if the threads of the current set of channels must end.
     pub(super) stop: AtomicBool,
     pub(super) clock: Clock,
@@ -104,6 +107,7 @@ impl Context<'_> {
             counters: &self.handle.counters,
             stop: &self.stop,
             channels: self.settings.channels,
+            turns: self.turns.as_ref(),
         }
     }
 }
@@ -149,6 +153,8 @@ pub(super) struct Driver<'s, 'e> {
     arbiter: Option<ArbiterClient>,
     control: Control,
     channels: Channels<'s, 'e>,
+    /// Decides how many channels send at the same time. `None` if all of them may.
+    adapter: Option<Adapter>,
     guest: Guest<'e>,
     tracking: Tracking,
     pages: Pages,
@@ -190,6 +196,10 @@ impl<'s, 'e> Driver<'s, 'e> {
                 .map(|arbiter| ArbiterClient::new(arbiter, context.migration)),
             control: Control::new(control),
             channels: Channels::new(scope),
+            adapter: context
+                .turns
+                .as_ref()
+                .map(|turns| Adapter::new(context.settings.channels, turns.limit())),
             guest: Guest::new(vm),
             tracking: Tracking::new(tracker),
             pages: Pages::everything(layout, free),
@@ -237,6 +247,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         let tracker = self.tracking.tracker();
         let mut report = self.account.timings.report(self.context, &self.session, outcome, tracker, &held);
         self.pages.report(&mut report, self.context.settings.verify);
+        report.senders = self.adapter.as_ref().map(Adapter::figures);
         report
     }
 
@@ -273,6 +284,7 @@ impl<'s, 'e> Driver<'s, 'e> {
     /// Shuts down all channels except the control channel. This ends the waits of their threads.
     fn shut_down_channels(&self) {
         self.context.stop.store(true, Ordering::Release);
+        self.limit_senders(None);
         self.channels.shutdown();
     }
 }
@@ -367,6 +379,7 @@ impl Host for Driver<'_, '_> {
     }
 
     fn publish_progress(&mut self) {
+        self.adapt_senders();
         self.show_progress();
     }
 }
@@ -478,6 +491,8 @@ impl Driver<'_, '_> {
         }
         let paused = self.guest.pause(&self.control);
         self.account.timings.paused();
+        // No vCPU wants a processor.
+        self.limit_senders(None);
         event(paused, "pausing the guest", |()| Event::Paused { wanted })
     }
 
@@ -501,6 +516,11 @@ impl Driver<'_, '_> {
     /// Resumes the guest after a deferred switchover.
     fn run_on(&mut self) -> Event {
         let resumed = self.guest.resume(&self.control);
+        if let Some(adapter) = &mut self.adapter {
+            adapter.forget();
+            let limit = adapter.limit();
+            self.limit_senders(Some(limit));
+        }
         self.account.timings.went_on(self.context.settings.mode);
         self.context.pacer.set(self.context.settings.max_bandwidth);
         event(resumed, "resuming the guest after a deferred switchover", |()| Event::Resumed)
@@ -612,6 +632,32 @@ impl<'e> Driver<'_, 'e> {
     fn begin_pass(&mut self, number: u32, pages: u64) {
         self.account.timings.begin_pass(number, pages, self.context.handle);
         self.context.handle.begin_pass(number, pages);
+    }
+
+    /// Limits the channels that send at the same time. `None` is no limit.
+    fn limit_senders(&self, limit: Option<u16>) {
+        if let Some(turns) = &self.context.turns {
+            turns.set_limit(limit.unwrap_or(u16::MAX));
+        }
+    }
+
+    /// Adapts the number of channels that send at the same time to the processors that the guest's
+    /// vCPUs leave idle.
+    fn adapt_senders(&mut self) {
+        let now = self.context.clock.now();
+        let runs_here = !self.guest.is_paused() && !self.session.handed_over();
+        let Some(adapter) = self.adapter.as_mut().filter(|adapter| runs_here && adapter.is_due(now)) else {
+            return;
+        };
+        let waited = self.guest.run_delays();
+        let limit = match waited.is_empty() {
+            // The VMM does not tell, so the first limit stays.
+            true => adapter.limit(),
+            false => adapter.decide(now, waited.iter().sum(), self.context.idle.now(now)),
+        };
+        let figures = adapter.figures();
+        self.limit_senders(Some(limit));
+        self.context.handle.update(|progress| progress.senders = Some(figures));
     }
 
     /// Passes `job` to every bulk thread, which performs its part.

@@ -20,7 +20,7 @@ use super::sender::PassKind;
 use super::settings::{Deltas, PageCodec};
 use crate::clock::Clock;
 use crate::handle::{Encodings, thread_cpu};
-use crate::idle::{IdleCores, LinkWait, RunDelay, Started};
+use crate::idle::{IdleCores, LinkWait, OpenedLater, Started};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_codec::{
@@ -267,7 +267,7 @@ impl PageEncoder {
         codecs: Codecs,
         layout: &Layout,
         clock: Clock,
-        (idle, run_delay): (&Arc<IdleCores>, &Arc<RunDelay>),
+        (idle, run_delay): (&Arc<IdleCores>, &Arc<OpenedLater>),
     ) -> Option<Box<Self>> {
         if codecs.codec == PageCodec::Raw && codecs.deltas == Deltas::Off {
             return None;

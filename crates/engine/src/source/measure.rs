@@ -1,8 +1,10 @@
 //! Source's part of measuring a link.
 //!
 //! The source sends pages of scratch memory, with the code that sends guests, over as many bulk
-//! channels as the migration will have, but at most 8. No byte of the guest leaves the source.
+//! channels as would send at first in a migration, but at most 8. No byte of the guest leaves the
+//! source.
 
+use super::parallel::sending_channels;
 use super::sender::{Sender, SenderContext, SenderError};
 use super::settings::Settings;
 use crate::channel::{Connect, Dialer, Pacer, Stream, tcp};
@@ -44,7 +46,8 @@ struct Round {
 }
 
 /// Measures the bandwidth and the round trip of the link to the target of `connector`, with the
-/// number of bulk channels (at most 8) and the bandwidth limit of `settings`.
+/// number of bulk channels that would send at first (at most 8), and the bandwidth limit of
+/// `settings`.
 ///
 /// The target must be waiting for a guest. The source sends generated pages only. For each channel,
 /// the target receives them into at most 32 MiB of memory, which it drops afterwards. The
@@ -62,7 +65,7 @@ pub fn probe(
     let scratch = Scratch::new()?;
     fill(&scratch)?;
     let migration = MigrationId(random()?);
-    let channels = settings.channels.clamp(1, MOST_CHANNELS);
+    let channels = sending_channels(settings).clamp(1, MOST_CHANNELS);
     let dialer = Dialer::new(connector, settings);
     let began = Instant::now();
     let open = |index| {
@@ -239,6 +242,7 @@ impl<'a> Line<'a> {
             counters: &measurement.counters,
             stop: &measurement.stop,
             channels: measurement.channels,
+            turns: None,
         };
         Self {
             sender: Sender::new(shared, Arc::clone(stream), index),

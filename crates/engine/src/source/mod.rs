@@ -21,6 +21,7 @@ mod settings;
 pub(crate) mod skip;
 mod spans;
 mod timings;
+mod turns;
 
 pub(crate) use vmferry_protocol::source as session;
 
@@ -44,8 +45,10 @@ use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use encode::Codecs;
 use hashes::Answers;
+use parallel::sending_channels;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use turns::Turns;
 use vmferry_core::{DirtyTracker, Layout, PAGE_SIZE, SourceVm, StateReader, TrackerKind, VmError};
 use vmferry_wire::{
     FEATURE_KNOWN_PAGES, FEATURE_LOCAL_MEMORY, FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES,
@@ -132,6 +135,7 @@ pub fn migrate(
         memory: vm.memory(),
         pacer: Pacer::new(settings.max_bandwidth),
         unpaced: Pacer::new(None),
+        turns: (settings.adapt_channels && !local).then(|| Turns::new(sending_channels(settings))),
         stop: AtomicBool::new(false),
         clock,
         codecs,

@@ -1,11 +1,11 @@
 //! Number of bulk channels that leaves vCPUs their processors.
 
+use super::Settings;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::time::Duration;
 
-/// Largest number that is chosen. More channels than these are faster only on links that are faster
-/// than memory is copied.
+/// Largest number that is chosen.
 const MOST: u16 = 4;
 
 /// Number of readings, and the time between two of them. vCPUs run and wait in turn, so a single
@@ -17,10 +17,26 @@ const INTERVAL: Duration = Duration::from_micros(250);
 /// one, too.
 const NEARLY: f64 = 0.75;
 
-/// Returns one channel for each idle processor, from 1 to [`MOST`]. Takes 2 ms.
-pub(super) fn channels() -> u16 {
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    of_load(processors, running().unwrap_or(0.0))
+/// Returns the number of processors that this process may use.
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Returns one channel for each processor, from 1 to [`MOST`].
+pub(super) fn usual_channels() -> u16 {
+    of_load(processors(), 0.0)
+}
+
+/// Returns the number of channels that send at first in a migration with `settings`.
+///
+/// If the number adapts, it is one for each processor that is idle now. A reading of the host's
+/// load counts only an instant, so several of them are needed, which take 2 ms. The calling thread
+/// must be allowed to open `/proc/loadavg`. Otherwise, all processors count as idle.
+pub(super) fn sending_channels(settings: &Settings) -> u16 {
+    match settings.adapt_channels {
+        true => of_load(processors(), running().unwrap_or(0.0)).min(settings.channels),
+        false => settings.channels,
+    }
 }
 
 /// Returns the number of channels for a host with so many processors and running threads.
@@ -91,7 +107,8 @@ mod tests {
                 });
             }
             std::thread::sleep(Duration::from_millis(20));
-            let found = (running(), channels());
+            let adapting = Settings { channels: MOST, adapt_channels: true, ..Settings::default() };
+            let found = (running(), sending_channels(&adapting));
             stop.store(true, Ordering::Relaxed);
             found
         });

@@ -9,6 +9,7 @@
 use super::encode::{Encoded, PageEncoder};
 use super::hashes::{HashSender, Unknown};
 use super::pending::{Division, PageTurn, PassPages, SPAN_PAGES, Share};
+use super::turns::{Turn, Turns};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::handle::Counters;
 use crate::known::PageHash;
@@ -102,6 +103,8 @@ pub(crate) struct SenderContext<'a> {
     pub(crate) counters: &'a Counters,
     pub(crate) stop: &'a AtomicBool,
     pub(crate) channels: u16,
+    /// Limit for the channels that send at the same time. `None` if all of them may.
+    pub(crate) turns: Option<&'a Turns>,
 }
 
 /// Destination of frames.
@@ -254,13 +257,15 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             encoder.begin_pass(kind);
         }
         self.hashes = self.first_hashes.take().filter(|_| first);
-        for turn in [PageTurn::First, PageTurn::Last] {
+        let turn = self.shared.turns.map(Turns::take);
+        for when in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
-                if pages.has(position, turn) {
-                    self.send_region(pass, (pages, turn), (position, *region), first)?;
+                if pages.has(position, when) {
+                    self.send_region((pass, first), (pages, when), (position, *region), turn.as_ref())?;
                 }
             }
         }
+        drop(turn);
         self.send_last_unknown(pass)?;
         self.barrier(pass)
     }
@@ -298,10 +303,10 @@ impl<'a, S: FrameSink> Sender<'a, S> {
 
     fn send_region(
         &mut self,
-        pass: u32,
-        (pages, turn): (&PassPages, PageTurn),
+        (pass, first): (u32, bool),
+        (pages, when): (&PassPages, PageTurn),
         (position, region): (usize, Region),
-        first: bool,
+        turn: Option<&Turn<'_>>,
     ) -> Result<(), SenderError> {
         let ask = first && !pages.examines();
         let (mut announced, mut announcing) = (0, Bitmap::new(0));
@@ -310,12 +315,15 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             self.touched = Bitmap::new(region.pages());
         }
         let mut from = 0;
-        while let Some((chunk, map)) = pages.next_chunk(position, turn, from, self.index, &mut mine)? {
+        while let Some((chunk, map)) = pages.next_chunk(position, when, from, self.index, &mut mine)? {
+            if let Some(turn) = turn {
+                turn.renew();
+            }
             if self.shared.stop.load(Ordering::Relaxed) {
                 return Err(SenderError::Stopped);
             }
             from = chunk.end;
-            if first && turn == PageTurn::First && self.announces {
+            if first && when == PageTurn::First && self.announces {
                 let spans = (chunk.start / SPAN_PAGES).max(announced)..chunk.end.div_ceil(SPAN_PAGES);
                 announced = spans.end;
                 self.announce(pass, region, spans, &mut announcing)?;

@@ -109,8 +109,22 @@ pub struct Settings {
     /// `/dev/cpu_dma_latency`. Default: true.
     pub stay_awake: bool,
     /// Number of parallel bulk channels, 1 to [`Settings::MAX_CHANNELS`]. Default: 2. See
-    /// [`Settings::idle_channels`].
+    /// [`Settings::usual_channels`].
     pub channels: u16,
+    /// True to let only some of the channels send at the same time while the guest runs, so that
+    /// the threads that send take no processor from vCPUs. Default: false.
+    ///
+    /// At first, one channel sends for each idle processor. Ten times a second, the source compares
+    /// how long vCPUs have waited for processors ([`SourceVm::run_delays`]). If they wait, fewer
+    /// channels send, but at least one. If they do not wait, and a processor is idle, more channels
+    /// send. All channels send while the guest is stopped. If the VMM does not tell how long vCPUs
+    /// wait, the first number stays.
+    ///
+    /// The thread that calls [`migrate`](crate::migrate) must be allowed to open `/proc/loadavg`
+    /// and `/proc/stat`. Otherwise, all processors count as idle at first, and none later.
+    ///
+    /// [`SourceVm::run_delays`]: vmferry_core::SourceVm::run_delays
+    pub adapt_channels: bool,
     /// Largest acceptable downtime. In precopy, the source stops the guest once the predicted
     /// downtime is within this limit. Default: 300 ms.
     pub downtime_limit: Duration,
@@ -176,15 +190,13 @@ impl Settings {
     /// Largest number of parallel channels of each kind.
     pub const MAX_CHANNELS: u16 = 64;
 
-    /// Returns a number of bulk channels for a migration that begins now: one for each idle
-    /// processor of the host, from 1 to 4.
+    /// Returns the number of bulk channels that suits this host together with
+    /// [`Settings::adapt_channels`]: one for each processor, from 1 to 4.
     ///
-    /// Threads that send pages then take no processor from vCPUs. Each reading of the host's load
-    /// counts only an instant, so the method takes 2 ms for several of them. The calling thread
-    /// must be allowed to open `/proc/loadavg`. Otherwise, all processors count as idle.
+    /// More channels are faster only on links that are faster than memory is copied.
     #[must_use]
-    pub fn idle_channels() -> u16 {
-        super::parallel::channels()
+    pub fn usual_channels() -> u16 {
+        super::parallel::usual_channels()
     }
 
     /// Returns the settings for the session of the protocol.
@@ -252,6 +264,7 @@ impl Default for Settings {
             reconnect_for: Duration::from_secs(60),
             stay_awake: true,
             channels: 2,
+            adapt_channels: false,
             downtime_limit: Duration::from_millis(300),
             max_bandwidth: None,
             switchover_bandwidth: None,

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_core::{PauseCosts, RegionId};
 use vmferry_engine::{
-    Downtime, Listener, MigrationHandle, MigrationMode, MigrationState, OnTimeout, RunState, Settings,
-    SwitchoverBandwidth, Uri,
+    Downtime, Listener, MigrationHandle, MigrationMode, MigrationState, OnTimeout, RunState, SenderFigures,
+    Settings, SwitchoverBandwidth, Uri,
 };
 use vmferry_testkit::{PATIENCE, wait};
 
@@ -27,6 +27,42 @@ fn busy_guest_moves_by_any_number_of_channels_and_any_socket() {
             assert!(received.pages >= 1200);
         }
     }
+}
+
+/// Moves a guest whose vCPUs wait for processors for this share of the time, by four channels that
+/// adapt. The first pass takes most of a second, and is the only one before the switchover.
+fn move_adapting(waits: Option<f64>) -> SenderFigures {
+    let options = Options { waits, used: 1200, ..Options::default() };
+    let settings = Settings {
+        channels: 4,
+        adapt_channels: true,
+        max_bandwidth: Some(10_000_000),
+        downtime_limit: Duration::from_secs(60),
+        verify: true,
+        ..quick()
+    };
+    let (report, _) = move_well(options, &unix_uri(), &settings);
+    assert_eq!((report.verified_pages, report.mismatched_pages), (1900, 0));
+    report.senders.unwrap()
+}
+
+#[test]
+fn channels_stop_sending_while_vcpus_wait_for_processors() {
+    let waiting = move_adapting(Some(2.0));
+    assert_eq!((waiting.least, waiting.now), (1, 1), "{waiting:?}");
+    assert!(waiting.vcpu_wait_us > 0 && waiting.changes <= 1, "{waiting:?}");
+    let untold = move_adapting(None);
+    assert_eq!((untold.least, untold.most, untold.changes), (untold.now, untold.now, 0), "{untold:?}");
+    assert_eq!(untold.vcpu_wait_us, 0);
+}
+
+#[test]
+fn channels_send_again_once_no_vcpu_waits() {
+    // The first number depends on what else runs on the host. No processor may ever be idle.
+    let calm = move_adapting(Some(0.0));
+    assert!(calm.now >= 1 && calm.least <= calm.now && calm.now <= calm.most, "{calm:?}");
+    assert!(calm.least == calm.most || calm.changes > 0, "{calm:?}");
+    assert_eq!(calm.vcpu_wait_us, 0);
 }
 
 /// Returns the sum of the parts of the downtime.

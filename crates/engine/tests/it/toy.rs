@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_bitmap::AtomicBitmap;
 use vmferry_core::{Gpa, Layout, PageIndex, PauseCosts, Region, RegionId};
 use vmferry_engine::{
@@ -89,6 +89,9 @@ pub(crate) struct Options {
     pub(crate) description: &'static str,
     /// Cost of a pause, as the source declares it.
     pub(crate) pause_costs: PauseCosts,
+    /// Share of the time for which each vCPU waits for a processor, as the source tells. `None` if
+    /// it does not tell.
+    pub(crate) waits: Option<f64>,
     /// True if the operator has paused the guest.
     pub(crate) paused: bool,
     /// True if the target prepares itself with the state of a trial pause.
@@ -118,6 +121,7 @@ impl Default for Options {
             expected_load: None,
             description: "",
             pause_costs: PauseCosts::Measured,
+            waits: None,
             paused: false,
             wants_trial: false,
             stream: None,
@@ -171,6 +175,7 @@ impl Toy {
             trial: OnceLock::new(),
             device: Arc::default(),
             started: OnceLock::new(),
+            began: Instant::now(),
             options,
         });
         if running {
@@ -376,6 +381,11 @@ impl SourceVm for Toy {
 
     fn pause_costs(&self) -> PauseCosts {
         self.board.options.pause_costs
+    }
+
+    fn run_delays(&self) -> Vec<Duration> {
+        let of = |share: f64| vec![self.board.began.elapsed().mul_f64(share); self.vcpus.len()];
+        self.board.options.waits.map(of).unwrap_or_default()
     }
 
     fn pause(&mut self) -> Result<(), VmError> {

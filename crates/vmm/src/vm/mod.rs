@@ -401,6 +401,12 @@ impl Vm {
         self.throttle.totals()
     }
 
+    /// Returns the time for which each vCPU has waited for a processor of the host.
+    #[must_use]
+    pub fn run_delays(&self) -> Vec<Duration> {
+        self.shared.paging.threads().run_delays()
+    }
+
     pub(crate) fn devices(&self) -> &Devices {
         &self.shared.devices
     }

@@ -4,7 +4,7 @@ use super::Context;
 use crate::MigrateError;
 use crate::channel::{Stream, tcp};
 use crate::handle::MigrationHandle;
-use crate::idle::RunDelay;
+use crate::idle::OpenedLater;
 use crate::source::encode::PageEncoder;
 use crate::source::hashes::HashSender;
 use crate::source::inbox::{Input, Numbered};
@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Scope, ScopedJoinHandle};
 use vmferry_core::{PageSet, Protect};
+use vmferry_thread::RunDelay;
 use vmferry_wire::{FEATURE_TOUCHED, Role, Token};
 
 /// Work for the sender of a bulk channel.
@@ -103,7 +104,7 @@ impl<'s, 'e> Channels<'s, 'e> {
         for (stream, index) in self.bulk.iter().zip(0..) {
             let (jobs, queue) = sync_channel::<Job<'e>>(1);
             let (inputs, stream, protect) = (inputs.clone(), Arc::clone(stream), protector());
-            let run_delay = Arc::<RunDelay>::default();
+            let run_delay = Arc::<OpenedLater>::default();
             let encoder = context.codecs.and_then(|codecs| {
                 PageEncoder::new(codecs, context.memory.layout(), context.clock, (&context.idle, &run_delay))
             });
@@ -111,7 +112,7 @@ impl<'s, 'e> Channels<'s, 'e> {
             let (announce, announced) = sync_channel(1);
             let work = move || {
                 // The receiver waits, or is not interested.
-                let _ = announce.send(rustix::thread::gettid());
+                let _ = announce.send(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs());
                 send_jobs(context, (stream, index), &*protect, encoder, &queue, (generation, &inputs));
             };
             let name = format!("source-bulk-{index}");
@@ -121,7 +122,12 @@ impl<'s, 'e> Channels<'s, 'e> {
             self.jobs.push(jobs);
             // A thread that ends before it has announced itself has no use for its counter.
             if encodes && let Ok(thread) = announced.recv() {
-                run_delay.open(thread);
+                match RunDelay::open(thread) {
+                    Ok(counter) => drop(run_delay.set(counter)),
+                    Err(error) => {
+                        tracing::debug!("cannot measure how long a thread waits for a processor: {error}");
+                    }
+                }
             }
         }
         Ok(())

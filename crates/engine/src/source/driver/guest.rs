@@ -33,6 +33,12 @@ impl<'e> Guest<'e> {
         self.vm.pause_costs()
     }
 
+    /// Returns the time for which each vCPU has waited for a processor. Empty if the VMM does not
+    /// tell.
+    pub(super) fn run_delays(&self) -> Vec<Duration> {
+        self.vm.run_delays()
+    }
+
     /// Returns the run state that the operator wants.
     pub(super) fn run_state(&self) -> RunState {
         self.vm.run_state()

@@ -170,7 +170,13 @@ proptest! {
         let pacer = Pacer::new(None);
         let (protect, channels) = (&NothingToProtect, 1);
         let shared = SenderContext {
-            memory: own.memory(), protect, pacer: &pacer, counters: &counters, stop: &stop, channels,
+            memory: own.memory(),
+            protect,
+            pacer: &pacer,
+            counters: &counters,
+            stop: &stop,
+            channels,
+            turns: None,
         };
         let arrivals = Arrivals::new(other.memory());
         let mut dirty = PageSet::empty(own.memory().layout());

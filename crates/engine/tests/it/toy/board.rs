@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU64, fence};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{Layout, PageRun, PageSet, Region, RegionId, Window};
 use vmferry_engine::{DirtyTracker, GuestMemory, NothingToProtect, Protect, RunState, Section, VmError};
@@ -60,6 +60,7 @@ pub(crate) struct Board {
     pub(super) trial: OnceLock<Vec<Section>>,
     /// State in which the received guest was started.
     pub(super) started: OnceLock<RunState>,
+    pub(super) began: Instant,
 }
 
 impl Board {
