@@ -73,9 +73,17 @@ impl Migration {
     }
 
     /// Sets the number of parallel bulk channels, 1 to [`Settings::MAX_CHANNELS`]. Default: 2.
-    /// [`Settings::idle_channels`] returns a number that leaves vCPUs their processors.
+    /// All of them send all the time.
     pub fn channels(self, channels: u16) -> Self {
-        self.set(|settings| settings.channels = channels)
+        self.set(|settings| (settings.channels, settings.adapt_channels) = (channels, false))
+    }
+
+    /// Uses one bulk channel for each processor of the host, from 1 to 4. While the guest runs,
+    /// only as many of them send as there are processors that the guest leaves idle:
+    /// [`Settings::adapt_channels`].
+    pub fn adapting_channels(self) -> Self {
+        let channels = Settings::usual_channels();
+        self.set(|settings| (settings.channels, settings.adapt_channels) = (channels, true))
     }
 
     /// Sets the bandwidth limit of all channels together, in bytes per second. Default: no limit.
