@@ -25,8 +25,8 @@ pub(super) struct Stalled {
     before: Waits,
     /// Observed time before the migration, in seconds.
     before_s: f64,
-    /// Stalls after the first reports from the target.
-    after: Waits,
+    /// Stalls after the first reports from the target. `None` if the guest was not moved.
+    after: Option<Waits>,
     /// Longest stall that a vCPU had as the blackout, in microseconds. 0 if the guest's clock did
     /// not show the blackout.
     blackout_us: u64,
@@ -53,7 +53,7 @@ pub(super) fn stalled(run: &Run) -> Option<Stalled> {
         }
         all.during.add(&during);
         all.before.add(&between(first, calm)?);
-        all.after.add(&between(arrived, last)?);
+        all.after.get_or_insert_default().add(&between(arrived, last)?);
         all.blackout_us = all.blackout_us.max(blackout_us);
     }
     Some(all)
@@ -96,9 +96,9 @@ fn between(run: &Run, vcpu: usize, (from, to): (&Observation, &Observation), ope
 /// Returns the figures of a run. A figure that was not measured is absent.
 pub(super) fn of(run: &Run) -> Figures {
     let result = &run.result;
-    let moved = !result.total.is_zero();
-    let mut figures = if moved { result.times() } else { Figures::new() };
-    if moved {
+    let mut figures = Figures::new();
+    if !result.total.is_zero() {
+        figures.extend(result.times());
         figures.extend([("data_gbytes", result.gbytes()), ("gbytes_per_s", result.gbytes_per_s())]);
     }
     figures.extend(result.passes.map(|passes| ("passes", to_f64(passes))));
@@ -123,8 +123,8 @@ fn of_stalls(stalled: &Stalled) -> impl Iterator<Item = (&'static str, f64)> {
         ("guest_downtime_ms", (*blackout_us > 0).then(|| ms(to_f64(*blackout_us)))),
         ("before_stall_max_ms", before.longest_us().map(ms)),
         ("before_long_stalls_per_s", Some(long(before) / before_s)),
-        ("after_stall_max_ms", after.longest_us().map(ms)),
-        ("after_long_stalls", after.longest_us().map(|_| long(after))),
+        ("after_stall_max_ms", after.as_ref().and_then(Waits::longest_us).map(ms)),
+        ("after_long_stalls", after.as_ref().map(long)),
     ]
     .into_iter()
     .filter_map(|(name, value)| Some((name, value?)))

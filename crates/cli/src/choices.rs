@@ -321,7 +321,7 @@ impl fmt::Display for CodecArg {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "Number", into = "Number")]
 pub(crate) enum ChannelsArg {
-    /// [`Settings::usual_channels`], of which only some send while the guest needs the processors.
+    /// [`Settings::usual_channels`]. Only some of them send while the guest needs the processors.
     #[default]
     Auto,
     /// This number, from 1 to [`Settings::MAX_CHANNELS`].

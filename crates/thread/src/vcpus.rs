@@ -55,17 +55,17 @@ impl VcpuThreads {
     }
 
     /// Returns the time for which each vCPU thread has waited for a processor since its start, in
-    /// the order of the vCPUs. The time is 0 for a vCPU without a thread, and if the kernel does
-    /// not count it.
+    /// the order of the vCPUs. The time is 0 for a vCPU without a thread. The list is empty if the
+    /// time of a thread cannot be read, for example because the kernel does not count it.
     ///
     /// The method opens a file for each vCPU, so the calling thread must be allowed to open files.
     #[must_use]
     pub fn run_delays(&self) -> Vec<Duration> {
         let of = |id: &AtomicU32| match id.load(Ordering::Relaxed) {
-            0 => None,
+            0 => Some(Duration::ZERO),
             thread => RunDelay::open(thread).ok()?.read(),
         };
-        self.ids.iter().map(|id| of(id).unwrap_or_default()).collect()
+        self.ids.iter().map(of).collect::<Option<_>>().unwrap_or_default()
     }
 
     fn set(&self, vcpu: u32, thread: u32) {

@@ -122,7 +122,6 @@ const LONGEST_HOLD: u32 = 64;
 #[derive(Debug)]
 pub(crate) struct Adapter {
     channels: u16,
-    limit: u16,
     /// Time of the last reading, and the total waiting time then. `None` before the first one.
     last: Option<(Duration, Duration)>,
     /// Decisions until the limit may rise.
@@ -134,11 +133,11 @@ pub(crate) struct Adapter {
 }
 
 impl Adapter {
-    /// Returns the decision maker for `channels` channels, of which `limit` may send at first.
+    /// Returns the decision maker for `channels` channels. At first, `limit` of them may send.
     pub(crate) fn new(channels: u16, limit: u16) -> Self {
         let limit = limit.clamp(1, channels);
         let figures = SenderFigures { now: limit, least: limit, most: limit, changes: 0, vcpu_wait_us: 0 };
-        Self { channels, limit, last: None, hold: 0, next_hold: FIRST_HOLD, rose: false, figures }
+        Self { channels, last: None, hold: 0, next_hold: FIRST_HOLD, rose: false, figures }
     }
 
     /// Returns true if a decision is due at the time `now`.
@@ -150,7 +149,7 @@ impl Adapter {
     /// processors, and `idle` the number of processors that were idle since the last decision.
     /// Returns the limit.
     pub(crate) fn decide(&mut self, now: Duration, waited: Duration, idle: f64) -> u16 {
-        let Some((at, before)) = self.last.replace((now, waited)) else { return self.limit };
+        let Some((at, before)) = self.last.replace((now, waited)) else { return self.limit() };
         let waited = waited.saturating_sub(before);
         self.figures.vcpu_wait_us += u64::try_from(waited.as_micros()).unwrap_or(u64::MAX);
         let lacking = waited.as_secs_f64() / now.saturating_sub(at).as_secs_f64().max(1e-9);
@@ -158,14 +157,14 @@ impl Adapter {
             self.lower(lacking);
         } else if self.hold > 0 {
             self.hold -= 1;
-        } else if lacking <= CALM && idle >= SPARE && self.limit < self.channels {
-            self.change(self.limit + 1);
+        } else if lacking <= CALM && idle >= SPARE && self.limit() < self.channels {
+            self.change(self.limit() + 1);
             self.rose = true;
         } else if lacking <= CALM && self.rose {
             // The last increase did no harm.
             (self.rose, self.next_hold) = (false, FIRST_HOLD);
         }
-        self.limit
+        self.limit()
     }
 
     fn lower(&mut self, lacking: f64) {
@@ -180,15 +179,12 @@ impl Adapter {
             self.next_hold = (self.next_hold * 2).min(LONGEST_HOLD);
         }
         self.rose = false;
-        self.change(self.limit.saturating_sub(senders).max(1));
+        self.change(self.limit().saturating_sub(senders).max(1));
     }
 
     fn change(&mut self, limit: u16) {
         assert!((1..=self.channels).contains(&limit), "{limit} of {} channels", self.channels);
-        if limit != self.limit {
-            self.limit = limit;
-            self.figures.changes += 1;
-        }
+        self.figures.changes += u64::from(limit != self.figures.now);
         self.figures.now = limit;
         self.figures.least = self.figures.least.min(limit);
         self.figures.most = self.figures.most.max(limit);
@@ -199,8 +195,9 @@ impl Adapter {
         self.last = None;
     }
 
+    /// Returns the limit.
     pub(crate) fn limit(&self) -> u16 {
-        self.limit
+        self.figures.now
     }
 
     pub(crate) fn figures(&self) -> SenderFigures {
