@@ -2,7 +2,8 @@
 //!
 //! `hlt` is for ring 0. The exception that it raises in ring 3 leads to ring 0
 //! (`general_protection` in `boot.s`), and the local APIC's timer ends the sleep. Paced workloads
-//! do not sleep, because a timer is too coarse for them.
+//! do not sleep between two writes, because a timer is too coarse for them. They sleep between two
+//! bursts.
 
 use crate::{apic, cpu};
 use vmferry_guest_abi::{REPORT_NS, TscClock, Worker};

@@ -51,7 +51,7 @@ pub(crate) fn run(plan: &Plan, index: u64) -> ! {
         pages: Every::new(REPORT_NS, now),
         told: 0,
     };
-    let sleeper = vcpu.worker.is_idle().then(|| idle::Sleeper::new(plan.clock));
+    let sleeper = vcpu.worker.rests().then(|| idle::Sleeper::new(plan.clock));
     loop {
         vcpu.turn(sleeper.as_ref());
     }
@@ -83,13 +83,11 @@ impl Vcpu<'_> {
         let now = self.plan.clock.ns(cpu::tsc());
         let busy = self.own.is_some() && self.turn_own(now);
         let now = if busy { self.plan.clock.ns(cpu::tsc()) } else { now };
-        match self.worker.step(&self.plan.ram, now) {
-            Step::Worked => {}
-            Step::Waited => match sleeper {
-                Some(sleeper) if !busy => sleeper.sleep(&mut self.worker),
-                _ => core::hint::spin_loop(),
-            },
-            Step::Corrupt(corrupt) => self.tell(corrupt),
+        match (self.worker.step(&self.plan.ram, now), sleeper) {
+            (Step::Worked, _) => {}
+            (Step::Rested, Some(sleeper)) if !busy => sleeper.sleep(&mut self.worker),
+            (Step::Waited | Step::Rested, _) => core::hint::spin_loop(),
+            (Step::Corrupt(corrupt), _) => self.tell(corrupt),
         }
         if self.pages.due(now) {
             let request = stats::PAGE.header.verify_request.load(Ordering::Relaxed);

@@ -69,14 +69,17 @@ impl Options {
         Options { repeats: 3, ..Self::full() }
     }
 
-    /// Returns the full options: seven rounds of a guest with two vCPUs and of a guest with one.
+    /// Returns the full options: seven rounds of each guest.
     ///
     /// Each vCPU writes 100 000 times per second to a working set of 64 MiB. The guest has 3 GiB of
-    /// random data.
+    /// random data, and two vCPUs or one. The case `bursts` has two vCPUs that write for 300 ms and
+    /// then sleep as long, so that the number of idle processors changes during the migration. The
+    /// case `short` has one vCPU and 1 GiB of data. Its migration ends before a host that is a
+    /// virtual machine itself begins to lose its processors.
     pub fn full() -> Self {
         let ours = OURS.into_iter().map(Side::Ours);
         let sides = [Side::Floor].into_iter().chain(ours).chain([QEMU, Side::Qemu { multifd: Some(2) }]);
-        Options { cases: vec![busy(2), busy(1)], sides: sides.collect(), repeats: 7, only: Vec::new() }
+        Options { cases: vec![busy(2), busy(1), bursts(), short()], sides: sides.collect(), repeats: 7, only: Vec::new() }
     }
 
     /// Returns the selected sides of `case`.
@@ -101,5 +104,25 @@ fn busy(vcpus: u32) -> CaseSpec {
         downtime_limit: Duration::from_millis(300),
         warm_up: Duration::from_millis(1000),
         ..CaseSpec::default()
+    }
+}
+
+/// Returns a guest whose vCPUs are all busy and all idle in turn.
+fn bursts() -> CaseSpec {
+    CaseSpec {
+        name: "bursts".into(),
+        workload: "uniform,ws=64M,data=3G,rate=100k,burst=300,fill=random".into(),
+        ..busy(2)
+    }
+}
+
+/// Returns a busy guest that is moved in less than a second.
+fn short() -> CaseSpec {
+    CaseSpec {
+        name: "short".into(),
+        memory: (1 << 30) + (512 << 20),
+        workload: "uniform,ws=64M,data=1G,rate=100k,fill=random".into(),
+        data: 1 << 30,
+        ..busy(1)
     }
 }

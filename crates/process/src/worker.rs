@@ -159,13 +159,12 @@ impl WorkerContext {
         let block: &CpuBlock = &page.cpus[cpu.index];
         let mut reports = Every::new(REPORT_NS, self.clock.ns());
         let mut deeds = Every::new(HEAP_NS, self.clock.ns());
-        let idle = worker.is_idle();
         while self.gate.open() && cpu.filled.load(Ordering::Relaxed) {
             for _ in 0..STEPS {
                 let now = self.clock.ns();
                 match worker.step(&self.ram, now) {
                     Step::Worked => {}
-                    Step::Waited if idle => {
+                    Step::Rested => {
                         self.gate.nap();
                         worker.slept(now + 1_000_000, self.clock.ns());
                         break;

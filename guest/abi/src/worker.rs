@@ -40,8 +40,11 @@ pub struct Corrupt {
 pub enum Step {
     /// The step wrote or checked a page.
     Worked,
-    /// Nothing was due. An idle vCPU may sleep.
+    /// Nothing was due. The next write may be due soon, so the vCPU must not sleep.
     Waited,
+    /// Nothing was due, and the workload does not write now. The vCPU may sleep for some
+    /// milliseconds.
+    Rested,
     /// A check failed.
     Corrupt(Corrupt),
 }
@@ -111,7 +114,7 @@ pub struct Worker {
     write: Write,
     filled: u64,
     picker: Picker,
-    idle: bool,
+    rests: Rests,
     pacer: Option<Pacer>,
     sweep_pacer: Pacer,
     sweep_with_writes: bool,
@@ -140,7 +143,7 @@ impl Worker {
             fill: workload.fill,
             write: workload.write,
             filled: 0,
-            idle: workload.pattern == Pattern::Idle,
+            rests: Rests::of(workload),
             pacer: (workload.rate != 0).then(|| Pacer::new(workload.rate_of(cpu), WRITE_DEBT_NS)),
             sweep_pacer: Pacer::new(workload.sweep.unwrap_or(SWEEP_MIN), SWEEP_DEBT_NS),
             sweep_with_writes: workload.sweep.is_none(),
@@ -182,8 +185,9 @@ impl Worker {
     #[inline]
     pub fn step<S: PageStore>(&mut self, store: &S, now_ns: u64) -> Step {
         self.stalls.tick(now_ns);
-        let mut step = Step::Waited;
-        let write = self.pacer.as_mut().is_none_or(|pacer| pacer.due(now_ns));
+        let rests = self.rests.at(now_ns);
+        let mut step = if rests { Step::Rested } else { Step::Waited };
+        let write = !rests && self.pacer.as_mut().is_none_or(|pacer| pacer.due(now_ns));
         if write && let Some(page) = self.picker.pick() {
             step = self.write(store, self.share.ws.start + page);
             if self.sweep_with_writes {
@@ -196,11 +200,10 @@ impl Worker {
         step
     }
 
-    /// Returns true if the workload writes nothing, so that its vCPU may sleep after a
-    /// [`Step::Waited`].
+    /// Returns true if a step of this worker can be [`Step::Rested`].
     #[must_use]
-    pub fn is_idle(&self) -> bool {
-        self.idle
+    pub fn rests(&self) -> bool {
+        !matches!(self.rests, Rests::Never)
     }
 
     /// Tells the worker that its vCPU does other work until [`resume`](Self::resume). The time of
@@ -346,8 +349,38 @@ impl Step {
     #[inline]
     fn worse(self, other: Self) -> Self {
         match (self, other) {
-            (Self::Corrupt(_), _) | (_, Self::Waited) => self,
+            (Self::Corrupt(_), _) | (_, Self::Waited | Self::Rested) => self,
             _ => other,
+        }
+    }
+}
+
+/// Times at which a workload writes nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rests {
+    Never,
+    /// Every second period of this length, the first included.
+    Every {
+        period_ns: u64,
+    },
+    Always,
+}
+
+impl Rests {
+    fn of(workload: &Workload) -> Self {
+        match (workload.pattern, workload.burst_ms) {
+            (Pattern::Idle, _) => Self::Always,
+            (_, 0) => Self::Never,
+            (_, ms) => Self::Every { period_ns: ms.saturating_mul(1_000_000) },
+        }
+    }
+
+    #[inline]
+    fn at(self, now_ns: u64) -> bool {
+        match self {
+            Self::Never => false,
+            Self::Every { period_ns } => (now_ns / period_ns).is_multiple_of(2),
+            Self::Always => true,
         }
     }
 }

@@ -217,6 +217,27 @@ fn paced_writers_keep_their_rate() {
 }
 
 #[test]
+fn bursts_and_rests_take_turns() {
+    let mut guest = Guest::new("uniform,ws=64K,rate=10k,burst=10,sweep=0", 1);
+    assert!(guest.workers[0].rests());
+    for burst in 1..=3 {
+        // A rest of 10 ms comes first. Each step takes a microsecond.
+        let before = guest.workers[0].writes;
+        while guest.now + 1000 < (2 * burst - 1) * 10_000_000 {
+            guest.now += 1000;
+            assert_eq!(guest.workers[0].step(&guest.memory, guest.now), Step::Rested);
+        }
+        assert_eq!(guest.workers[0].writes, before);
+        guest.run(10_000);
+        let written = guest.workers[0].writes - before;
+        // A debt of up to one millisecond is caught up.
+        assert!((100..=111).contains(&written), "{written}");
+    }
+    assert!(!Guest::new("uniform,ws=64K,rate=10k", 1).workers[0].rests());
+    assert!(Guest::new("idle", 1).workers[0].rests());
+}
+
+#[test]
 fn sweep_rate_is_independent_of_the_writes() {
     let mut none = Guest::new("uniform,ws=256K,sweep=0", 1);
     none.run(10_000);

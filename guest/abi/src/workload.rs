@@ -49,6 +49,7 @@ pub enum Pattern {
 /// | `data=1G` | memory that is filled with content at start, at least `ws` | `ws` |
 /// | `rate=100k` | writes per second and vCPU, 0 = as fast as possible | 0 |
 /// | `skew=4` | vCPU i writes at `rate / skew^i`, at least once a second; needs a rate | 1 |
+/// | `burst=500` | the vCPUs write for this many milliseconds, and then sleep as long, in turn; 0 = no sleep | 0 |
 /// | `write=counter` | what a write changes: see [`Write`] | `counter` |
 /// | `fill=random` | content at start: see [`Fill`] | `random` |
 /// | `sweep=4k` | pages per second and vCPU that are checked in sequence, besides one for each write; 0 = no sweep | 4k and one for each write |
@@ -72,6 +73,9 @@ pub struct Workload {
     /// Factor by which each vCPU writes slower than the previous one: `1..=1000`, where 1 means all
     /// alike. More than 1 needs a rate.
     pub skew: u64,
+    /// Time in milliseconds for which the vCPUs write before they sleep as long: `10..=60_000`, or 0
+    /// for vCPUs that do not sleep. All vCPUs write and sleep at the same times.
+    pub burst_ms: u64,
     /// Change that each write makes to its page.
     pub write: Write,
     /// Content at start.
@@ -94,6 +98,7 @@ impl Workload {
             data: None,
             rate: 0,
             skew: 1,
+            burst_ms: 0,
             write: Write::Counter,
             fill: Fill::Random,
             sweep: None,
@@ -113,10 +118,11 @@ impl Workload {
 }
 
 const PATTERNS: &str = "idle, uniform, sequential or zipf:THETA";
-const KEYS: &str = "ws, data, rate, skew, write, fill, sweep, alloc, rounds, frag";
+const KEYS: &str = "ws, data, rate, skew, burst, write, fill, sweep, alloc, rounds, frag";
 const SIZE: &str = "a size of at least 4K, such as 256M or 4G";
 const RATE: &str = "a number per second, such as 0, 2500 or 100k";
 const SKEW: &str = "a whole number from 1 to 1000, such as 4";
+const BURST: &str = "a whole number of milliseconds from 10 to 60000, or 0";
 const ROUNDS: &str = "a whole number, 0 for no end";
 const FRAG: &str = "a whole number from 2 to 1024, or 0";
 const WRITE: &str = "counter, append or whole";
@@ -157,6 +163,8 @@ pub enum WorkloadError {
     },
     /// `skew` is given without a rate that it could divide.
     SkewWithoutRate,
+    /// `burst` is given with the pattern `idle`, which writes nothing.
+    BurstOfIdle,
     /// `data` is smaller than `ws`.
     DataBelowWs {
         /// Size of `data` in bytes.
@@ -192,6 +200,9 @@ impl fmt::Display for WorkloadError {
             }
             Self::SkewWithoutRate => {
                 f.write_str("workload: skew= divides a rate; add rate=, or remove skew=")
+            }
+            Self::BurstOfIdle => {
+                f.write_str("workload: burst= divides the time of a pattern that writes; remove it, or use another pattern than idle")
             }
             Self::DataBelowWs { data, ws } => {
                 write!(
@@ -249,6 +260,7 @@ struct Keys {
     data: Option<u64>,
     rate: Option<u64>,
     skew: Option<u64>,
+    burst: Option<u64>,
     write: Option<Write>,
     fill: Option<Fill>,
     sweep: Option<u64>,
@@ -269,6 +281,10 @@ impl Keys {
             "skew" => {
                 let skew = value.parse().ok().filter(|skew| (1..=1000).contains(skew));
                 set(&mut self.skew, "skew", value, skew, SKEW)
+            }
+            "burst" => {
+                let burst = whole(value).filter(|ms| *ms == 0 || (10..=60_000).contains(ms));
+                set(&mut self.burst, "burst", value, burst, BURST)
             }
             "write" => set(&mut self.write, "write", value, Write::parse(value), WRITE),
             "fill" => set(&mut self.fill, "fill", value, Fill::parse(value), FILL),
@@ -329,6 +345,10 @@ impl FromStr for Workload {
         if skew > 1 && rate == 0 {
             return Err(WorkloadError::SkewWithoutRate);
         }
+        let burst_ms = keys.burst.unwrap_or(0);
+        if burst_ms != 0 && pattern == Pattern::Idle {
+            return Err(WorkloadError::BurstOfIdle);
+        }
         let alloc = keys.allocation()?;
         if alloc.is_some() && pattern != Pattern::Idle && keys.ws.or(keys.data).is_none() {
             return Err(WorkloadError::AllocWithoutWs);
@@ -339,6 +359,7 @@ impl FromStr for Workload {
             data: keys.data,
             rate,
             skew,
+            burst_ms,
             write: keys.write.unwrap_or_default(),
             fill: keys.fill.unwrap_or(Fill::Random),
             sweep: keys.sweep,
@@ -364,6 +385,9 @@ impl fmt::Display for Workload {
         }
         if self.skew != 1 {
             write!(f, ",skew={}", self.skew)?;
+        }
+        if self.burst_ms != 0 {
+            write!(f, ",burst={}", self.burst_ms)?;
         }
         if self.write != Write::Counter {
             write!(f, ",write={}", self.write)?;

@@ -60,6 +60,9 @@ fn refuses_with_the_reason() {
         ("uniform,rate=fast", "rate=fast cannot be used"),
         ("uniform,rate=10k,skew=0", "skew=0 cannot be used; use a whole number from 1 to 1000"),
         ("uniform,skew=4", "skew= divides a rate"),
+        ("uniform,burst=9", "burst=9 cannot be used; use a whole number of milliseconds"),
+        ("uniform,burst=1s", "burst=1s cannot be used"),
+        ("idle,burst=500", "burst= divides the time of a pattern that writes"),
         ("uniform,write=half", "write=half cannot be used; use counter, append or whole"),
         ("uniform,fill=mix:101", "fill=mix:101 cannot be used"),
         ("uniform,speed=1", "'speed=1' is not KEY=VALUE"),
@@ -100,13 +103,15 @@ proptest! {
         write in prop_oneof![Just(Write::Counter), Just(Write::Append), Just(Write::Whole)],
         sweep in proptest::option::of(0u64..1 << 30),
         skew in 1u64..=1000,
+        burst_ms in prop_oneof![Just(0), 10u64..=60_000],
         alloc in proptest::option::of((4096u64..1 << 45, 0u64..9, prop_oneof![Just(0), 2u64..=1024])),
     ) {
         let data = more.map(|more| ws.unwrap_or(4096) + more);
         let skew = if rate == 0 { 1 } else { skew };
+        let burst_ms = if pattern == Pattern::Idle { 0 } else { burst_ms };
         let fits = pattern == Pattern::Idle || ws.or(data).is_some();
         let alloc = alloc.filter(|_| fits).map(|(bytes, rounds, frag)| Allocation { bytes, rounds, frag });
-        let workload = Workload { pattern, ws, data, rate, skew, write, fill, sweep, alloc };
+        let workload = Workload { pattern, ws, data, rate, skew, burst_ms, write, fill, sweep, alloc };
         prop_assert_eq!(workload.to_string().parse::<Workload>().unwrap(), workload);
     }
 }
