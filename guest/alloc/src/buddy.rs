@@ -245,6 +245,20 @@ impl<'a> Buddy<'a> {
         Taken::All
     }
 
+    /// Returns the block that [`isolate`](Self::isolate) would isolate for `noted`. If the block was
+    /// allocated since, but is large enough that parts of it could be isolated, returns `noted`.
+    #[must_use]
+    pub fn reportable(&self, noted: Block, least: u32) -> Option<Block> {
+        for order in noted.order..=MAX_ORDER {
+            let block = Block { frame: noted.frame >> order << order, order };
+            let word = self.words.get(block.frame);
+            if word.order == order && matches!(word.kind, Kind::Unreported | Kind::Reported) {
+                return (word.kind == Kind::Unreported && order >= least).then_some(block);
+            }
+        }
+        (noted.order >= least).then_some(noted)
+    }
+
     /// Isolates up to `portion` blocks that are free and unreported, large ones first, until
     /// `pages` pages have been isolated (the last block may exceed this). Returns `None` if there
     /// may be more blocks and room for them.

@@ -51,11 +51,34 @@ impl<'a> FreeBuffer<'a> {
         room
     }
 
+    /// Returns the number of entries.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.entries.len()
+    }
+
     /// Returns true if there is no room.
     #[must_use]
     #[inline]
     pub fn is_full(&self) -> bool {
         self.len() == self.entries.len()
+    }
+
+    /// Returns the noted blocks, the earliest first. Only the owner may call this.
+    pub fn blocks(&self) -> impl Iterator<Item = Block> {
+        (0..self.len()).map(|index| self.get(index))
+    }
+
+    /// Notes `blocks` in place of all that were noted. Only the owner may call this, while the
+    /// buffer is not handed over.
+    ///
+    /// # Panics
+    /// Panics if there are more blocks than entries.
+    pub fn replace(&self, blocks: &[Block]) {
+        self.len.store(0, Ordering::Relaxed);
+        for block in blocks {
+            assert!(self.note(*block), "{} blocks for {} entries", blocks.len(), self.entries.len());
+        }
     }
 
     /// Returns true if no block is noted.
