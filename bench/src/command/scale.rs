@@ -71,6 +71,7 @@ fn setup<'a>(spec: &GuestSpec, program: &'a std::path::Path) -> Setup<'a> {
         guest: spec.kind.name(),
         cpus: spec.vcpus,
         dirty_ring: (spec.kind == Kind::Kvm).then_some(RING),
+        balloon: spec.balloon,
         ..Setup::new(program, spec.memory, spec.workload())
     }
 }

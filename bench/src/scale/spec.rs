@@ -113,6 +113,9 @@ pub struct GuestSpec {
     /// Number of guests of the same kind that run beside the guest that moves. Each of them is
     /// [`Neighbour`](GuestSpec::neighbour).
     pub neighbours: u32,
+    /// True if the guest has a balloon. The measuring guest for KVM then has an allocator, which
+    /// writes 8 bytes for each page of the guest's memory at boot.
+    pub balloon: bool,
 }
 
 impl GuestSpec {
@@ -145,9 +148,9 @@ impl GuestSpec {
         let per_page = match self.kind {
             // Bitmaps of one bit for each page, in the source and in the target.
             Kind::Process => pages,
-            // Also the guest's page tables of 8 bytes for each page, and KVM's reverse map and
-            // write counts of 10 bytes for each page of a slot.
-            Kind::Kvm => pages * 20,
+            // Also KVM's reverse map and write counts of 10 bytes for each page of a slot, and the
+            // allocator of a guest with a balloon.
+            Kind::Kvm => pages * if self.balloon { 20 } else { 12 },
         };
         // Counters of 8 bytes for each page of the working set, and the process itself.
         self.data + self.data / 256 + per_page + PROCESS
@@ -181,6 +184,7 @@ impl Point {
             working_set: SET,
             rate: WRITES,
             neighbours: 0,
+            balloon: true,
         };
         let count = u32::try_from(self.at).unwrap_or(u32::MAX);
         match self.curve {
@@ -188,7 +192,7 @@ impl Point {
                 // The counters and a KVM guest's image and page tables have memory beside the data.
                 GuestSpec { memory: self.at + self.at / 64 + 64 * MIB, data: self.at, ..sparse }
             }
-            Curve::MemorySparse => GuestSpec { memory: self.at, ..sparse },
+            Curve::MemorySparse => GuestSpec { memory: self.at, balloon: false, ..sparse },
             Curve::Vcpus => {
                 let rate = (WRITES / self.at.max(1)).max(1);
                 GuestSpec { memory: VCPU_MEMORY, vcpus: count, rate, ..sparse }

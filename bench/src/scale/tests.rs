@@ -207,7 +207,7 @@ fn only_selects_points_by_curve_kind_and_size() {
 #[test]
 fn large_kvm_guest_needs_more_memory_than_a_process_guest() {
     let needed = |kind| point(Curve::MemorySparse, kind, 4 << 40).guest().needed();
-    assert!(needed(Kind::Kvm) > 20 * GIB && needed(Kind::Process) < 2 * GIB);
+    assert!(needed(Kind::Kvm) > 12 * GIB && needed(Kind::Process) < 2 * GIB);
     // The neighbours are in addition.
     let guest = point(Curve::Guests, Kind::Process, 64).guest();
     assert_eq!((guest.neighbours, guest.neighbour().neighbours), (64, 0));

@@ -198,7 +198,10 @@ fn small_blocks_wait_until_they_have_merged_or_are_idle() {
     let mut lone = blocks.iter().filter(|block| !large.contains(block)).step_by(2);
     large.iter().for_each(|block| heap.free(&machine, *block));
     lone.by_ref().take(16).for_each(|block| heap.free(&machine, *block));
-    // The buffer was full: the block that all earlier blocks merged into was reported.
+    // The buffer was full, but one block is not worth a report. Without further frees it is
+    // reported all the same.
+    assert_eq!((heap.stats().full, heap.stats().reports), (1, 0));
+    heap.pass_on(&machine);
     assert_eq!((heap.stats().report_blocks, heap.stats().report_bytes), (1, 1024 * PAGE_SIZE));
     assert!(machine.with(|buddy| buddy.pages().unreported) >= 15);
 
@@ -215,6 +218,32 @@ fn small_blocks_wait_until_they_have_merged_or_are_idle() {
     }
     let kept = machine.with(|buddy| buddy.pages().unreported);
     assert!((100..200).contains(&kept) && heap.stats().report_bytes > before, "{kept}");
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
+    assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
+}
+
+#[test]
+fn full_buffer_is_reported_if_eight_of_its_blocks_are_worth_it() {
+    machine!(machine, 8192);
+    own_heap!(heap, 16, 64);
+    let mut heap = heap.reporting_from(5);
+    let mut alone = |order| {
+        let mut blocks: Vec<_> = (0..64).map(|_| heap.alloc(&machine, order).unwrap()).collect();
+        blocks.sort_unstable();
+        blocks.into_iter().step_by(2)
+    };
+    let (mut large, mut small) = (alone(5), alone(0));
+    let free = |heap: &mut Heap<'_>, blocks: &mut dyn Iterator<Item = Block>| {
+        blocks.for_each(|block| heap.free(&machine, block));
+    };
+    free(&mut heap, &mut large.by_ref().take(7));
+    free(&mut heap, &mut small.by_ref().take(9));
+    // The small blocks have left the buffer, so it has room for nine more.
+    assert_eq!((heap.stats().full, heap.stats().reports), (1, 0));
+    free(&mut heap, &mut small.by_ref().take(8));
+    free(&mut heap, &mut large.by_ref().take(1));
+    assert_eq!((heap.stats().full, heap.stats().reports, heap.stats().missed), (2, 1, 0));
+    assert_eq!(heap.stats().report_bytes, 8 * 32 * PAGE_SIZE);
     advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
 }

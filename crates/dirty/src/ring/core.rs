@@ -280,27 +280,32 @@ impl<K: Kernel> Core<K> {
 
     /// Publishes the pages of entries that were added to the rings since the last call to `into`,
     /// and leaves the entries where they are. The next harvest of all rings publishes these pages
-    /// to [`found`](Self::found).
+    /// to [`found`](Self::found). Returns the number of entries that a harvest would take.
     ///
     /// Rings that another thread harvests at the moment are left out.
-    pub(crate) fn look(&self, into: &Found) {
+    pub(crate) fn look(&self, into: &Found) -> u64 {
+        let mut entries = 0;
         for (number, ring) in self.rings.iter().enumerate() {
             // The lock is needed: without it, an entry that is harvested and used again in the
             // meantime could show the slot of one page and the offset of another.
             let Some(mut harvester) = try_lock(&ring.harvester) else { continue };
             let ahead = harvester.unseen.plus(0).wrapping_sub(harvester.next.plus(0));
-            let first = if ahead <= self.kernel.entries() { ahead } else { 0 };
-            for entry in first..self.kernel.entries() {
-                let Some(page) = self.kernel.dirty(number, harvester.next.plus(entry)) else { break };
+            let mut end = if ahead <= self.kernel.entries() { ahead } else { 0 };
+            while end < self.kernel.entries()
+                && let Some(page) = self.kernel.dirty(number, harvester.next.plus(end))
+            {
                 into.publish(&[page]);
-                harvester.unseen = Cursor(harvester.next.plus(entry + 1));
+                end += 1;
             }
+            harvester.unseen = Cursor(harvester.next.plus(end));
+            entries += u64::from(end);
         }
+        entries
     }
 
     /// Discards the recorded writes to some pages of a slot, if KVM has protected these pages again
-    /// since. If a ring has any of the pages, all rings are harvested first. The caller then reads
-    /// the pages.
+    /// since. If a ring has any of the pages, all rings are harvested first, unless `may_harvest`
+    /// returns false for the number of entries in the rings. The caller then reads the pages.
     ///
     /// `seen` is for [`look`](Self::look). `slot` is the position of the slot in it and in
     /// [`found`](Self::found). `wanted` returns the pages as words of a bitmap, with their indexes,
@@ -318,12 +323,13 @@ impl<K: Kernel> Core<K> {
         seen: &Found,
         slot: usize,
         wanted: impl Fn() -> W,
+        may_harvest: impl FnOnce(u64) -> bool,
         mut each: impl FnMut(usize, u64),
     ) -> Result<(), TrackerError> {
-        self.look(seen);
+        let entries = self.look(seen);
         let mut in_a_ring = 0;
         wanted().for_each(|(index, pages)| in_a_ring |= seen.map(slot).take_word(index, pages));
-        if in_a_ring != 0 {
+        if in_a_ring != 0 && may_harvest(entries) {
             self.harvest_every()?;
         }
         for (index, pages) in wanted() {

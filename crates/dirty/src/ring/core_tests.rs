@@ -199,7 +199,8 @@ fn send(
             let Some(seen) = seen else { return };
             let seen = Found::new(vec![(3, Arc::clone(seen))]);
             let wanted = || std::iter::once((0, 1 << number));
-            core.discard(&seen, 0, wanted, |_, discarded| assert_eq!(discarded, 1 << number)).unwrap();
+            let discarded = |_, discarded| assert_eq!(discarded, 1 << number);
+            core.discard(&seen, 0, wanted, |_| true, discarded).unwrap();
         };
         let page = usize::try_from(number).unwrap();
         if !late {
@@ -422,14 +423,14 @@ fn look_shows_each_entry_and_leaves_it_in_the_ring() {
             let (core, map) = core(2, start);
             let seen = Arc::new(AtomicBitmap::new(PAGES as u64));
             let look = || {
-                core.look(&Found::new(vec![(3, Arc::clone(&seen))]));
-                published(&seen)
+                let entries = core.look(&Found::new(vec![(3, Arc::clone(&seen))]));
+                (entries, published(&seen))
             };
             assert!(core.kernel().write(0, 1) && core.kernel().write(1, 4));
-            assert_eq!(look(), [1, 4]);
-            assert_eq!(look(), [], "an entry is shown once");
+            assert_eq!(look(), (2, vec![1, 4]));
+            assert_eq!(look(), (2, vec![]), "an entry is shown once");
             assert!(core.kernel().write(0, 2));
-            assert_eq!(look(), [2]);
+            assert_eq!(look(), (3, vec![2]));
             assert_eq!(core.harvest_every().unwrap(), 3);
             assert_eq!(published(&map), [1, 2, 4]);
             // A whole ring that no look has seen, after another one.
@@ -438,7 +439,44 @@ fn look_shows_each_entry_and_leaves_it_in_the_ring() {
                 core.harvest_every().unwrap();
             }
             assert!(core.kernel().write(0, 5));
-            assert_eq!(look(), [5]);
+            assert_eq!(look(), (1, vec![5]));
         }
     });
+}
+
+#[test]
+fn entries_stay_in_the_rings_if_they_may_not_be_harvested() {
+    alone(|| {
+        let (core, map) = core(2, 0);
+        let seen = Found::new(vec![(3, Arc::new(AtomicBitmap::new(PAGES as u64)))]);
+        let discard = |allowed: bool| {
+            let mut discarded = 0;
+            let may_harvest = |entries| {
+                assert_eq!(entries, 2);
+                allowed
+            };
+            let wanted = || std::iter::once((0, 1 << 4));
+            core.discard(&seen, 0, wanted, may_harvest, |_, pages| discarded |= pages).unwrap();
+            discarded
+        };
+        assert!(core.kernel().write(0, 1) && core.kernel().write(1, 4));
+        assert_eq!((discard(false), published(&map)), (0, vec![]));
+        // The next harvest finds both pages.
+        assert_eq!(core.harvest_every().unwrap(), 2);
+        assert_eq!(discard(false), 1 << 4, "a harvested page is discarded without another harvest");
+        assert_eq!(published(&map), [1]);
+        assert!(core.kernel().write(0, 1) && core.kernel().write(1, 4));
+        assert_eq!((discard(true), published(&map)), (1 << 4, vec![1]));
+    });
+}
+
+#[test]
+fn senders_may_harvest_one_entry_for_every_two_pages_of_the_pass() {
+    let allowance = super::super::Allowance::default();
+    assert!(!allowance.take(1));
+    allowance.add(2048);
+    assert!(!allowance.take(1025) && allowance.take(1000) && !allowance.take(25) && allowance.take(24));
+    allowance.add(2048);
+    allowance.begin();
+    assert!(!allowance.take(1), "a pass has its own allowance");
 }

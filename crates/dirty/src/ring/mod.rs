@@ -27,7 +27,7 @@ use reaper::Control;
 pub use stats::{ReaperReport, ReaperState, RingReport, VcpuRingReport};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub use tracker::RingTracker;
 use vmferry_bitmap::AtomicBitmap;
 use vmferry_sys::SysError;
@@ -39,8 +39,37 @@ use vmferry_sys::ring::{self, DirtyRing, RingEntries, RingPage};
 pub struct DirtyRings(Arc<RingState>);
 
 /// Number of pages of a chunk: 8 MiB, as for the log. For each chunk with pages that were written
-/// again, all rings are harvested once.
+/// again, all rings are harvested once, if the [`Allowance`] permits it.
 pub(crate) const CHUNK_PAGES: u64 = 2048;
+
+/// Number of entries that senders may harvest before they read a chunk.
+///
+/// Such a harvest saves the second transfer of pages that the guest wrote before their turn. In
+/// return, the guest faults once more on each harvested page that it writes again. If the guest
+/// writes faster than the senders send, it writes nearly every page again after its turn, so that
+/// the harvest saves nothing, and the guest stands still. Therefore the senders may harvest one
+/// entry for every two pages that they send in a pass.
+#[derive(Debug, Default)]
+pub(crate) struct Allowance(AtomicU64);
+
+impl Allowance {
+    /// Begins a pass.
+    fn begin(&self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+
+    /// Adds the allowance for `pages` pages that are sent next.
+    fn add(&self, pages: u64) {
+        self.0.fetch_add(pages.div_ceil(2), Ordering::Relaxed);
+    }
+
+    /// Takes the allowance for `entries` entries. Returns false, and takes nothing, if it is not
+    /// sufficient.
+    fn take(&self, entries: u64) -> bool {
+        let less = |allowed: u64| allowed.checked_sub(entries);
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
+    }
+}
 
 /// State that the handles of a VM's rings share.
 #[derive(Debug)]
@@ -53,6 +82,7 @@ pub(crate) struct RingState {
     /// Pages that were seen in the rings since the last harvest of the engine, and that no sender
     /// has protected since.
     seen: Found,
+    allowance: Allowance,
     control: Control,
     /// True while a tracker is started.
     in_use: AtomicBool,
@@ -101,6 +131,7 @@ impl DirtyRings {
         Ok(Self(Arc::new(RingState {
             core,
             seen: by_slot(empty()),
+            allowance: Allowance::default(),
             slots,
             maps,
             control: Control::new(count),

@@ -22,10 +22,11 @@ use vmferry_sys::kvm::{self, ManualProtect};
 ///
 /// # Pages that are written before their turn
 /// A page of a pass that the guest writes again before its turn would be sent in this pass and in
-/// the next one. [`Protect::protect`] prevents that. If the rings have pages of the chunk, it
-/// harvests them, so that KVM protects these pages again. Then it takes the pages of the chunk out
-/// of the bitmaps of harvested pages. These pages are protected, so their content is read after all
-/// writes that the bitmaps recorded, and a later write adds the page to a ring again.
+/// the next one. [`Protect::protect`] prevents that for a guest that writes slower than its memory
+/// is sent. If the rings have pages of the chunk, and the [`Allowance`](super::Allowance) permits
+/// it, the method harvests them, so that KVM protects these pages again. Then it takes the pages of
+/// the chunk out of the bitmaps of harvested pages. These pages are protected, so their content is
+/// read after all writes that the bitmaps recorded, and a later write adds the page to a ring again.
 ///
 /// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect no
 /// page at the start, and never add a page to a ring. The tracker disables manual protection and
@@ -203,6 +204,7 @@ impl DirtyTracker for RingTracker {
         let shared = self.shared();
         // All pages that were seen in the rings are in the maps now.
         shared.seen.clear();
+        shared.allowance.begin();
         for (slot, entered) in shared.slots.iter().zip(&shared.maps) {
             let map = map_of(dirty, slot.region(), slot.pages())?;
             collect(map, slot.returned_pages.as_deref(), |map| {
@@ -244,7 +246,8 @@ impl Protect for RingState {
     }
 
     /// Discards the writes to `pages` that the rings or the maps have, if KVM has protected the
-    /// pages again since. If the rings have any, they are harvested first.
+    /// pages again since. If the rings have any, they are harvested first, if the allowance permits
+    /// it.
     fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
         let found = self.slots.iter().position(|slot| slot.region() == region);
         let position = found.ok_or(TrackerError::NoRegion(region))?;
@@ -254,7 +257,9 @@ impl Protect for RingState {
         let wanted = || {
             words.clone().filter_map(|word| Some((usize::try_from(word).ok()?, word_of(chunk, pages, word))))
         };
-        self.core().discard(&self.seen, position, wanted, |index, discarded| {
+        self.allowance.add(wanted().map(|(_, pages)| u64::from(pages.count_ones())).sum());
+        let may_harvest = |entries| self.allowance.take(entries);
+        self.core().discard(&self.seen, position, wanted, may_harvest, |index, discarded| {
             if let Some(returned_pages) = &slot.returned_pages {
                 let first = index as u64 * 64;
                 for page in (0..64).filter(|page| discarded >> page & 1 == 1) {
