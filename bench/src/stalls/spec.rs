@@ -79,7 +79,12 @@ impl Options {
     pub fn full() -> Self {
         let ours = OURS.into_iter().map(Side::Ours);
         let sides = [Side::Floor].into_iter().chain(ours).chain([QEMU, Side::Qemu { multifd: Some(2) }]);
-        Options { cases: vec![busy(2), busy(1), bursts(), short()], sides: sides.collect(), repeats: 7, only: Vec::new() }
+        Options {
+            cases: vec![busy(2), busy(1), bursts(), short()],
+            sides: sides.collect(),
+            repeats: 7,
+            only: Vec::new(),
+        }
     }
 
     /// Returns the selected sides of `case`.

@@ -334,9 +334,9 @@ pub(crate) struct RunArgs {
     ///
     /// The pattern of the writes is idle, uniform, sequential or zipf:THETA. Settings follow after
     /// commas. The guest writes to memory of the size ws=256M. Memory of the size data=1G has
-    /// content. Each vCPU writes rate=100k times per second. With burst=500, all vCPUs write for 500
-    /// ms and then sleep as long, in turn. With write=counter, append or whole, a write changes a
-    /// counter, 272 bytes, or all of its page. The content at start is fill=random, zero, text,
+    /// content. Each vCPU writes rate=100k times per second. With burst=500, all vCPUs write for
+    /// 500 ms and then sleep as long, in turn. With write=counter, append or whole, a write changes
+    /// a counter, 272 bytes, or all of its page. The content at start is fill=random, zero, text,
     /// pointers or mix:PERCENT. Without --kernel and --workload, the measuring guest runs and is
     /// idle.
     #[arg(long, value_name = "PATTERN[,KEY=VALUE]", value_parser = workload, conflicts_with_all = ["kernel", "incoming"], help_heading = heading::GUEST)]

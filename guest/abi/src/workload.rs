@@ -73,8 +73,8 @@ pub struct Workload {
     /// Factor by which each vCPU writes slower than the previous one: `1..=1000`, where 1 means all
     /// alike. More than 1 needs a rate.
     pub skew: u64,
-    /// Time in milliseconds for which the vCPUs write before they sleep as long: `10..=60_000`, or 0
-    /// for vCPUs that do not sleep. All vCPUs write and sleep at the same times.
+    /// Time in milliseconds for which the vCPUs write before they sleep as long: `10..=60_000`, or
+    /// 0 for vCPUs that do not sleep. All vCPUs write and sleep at the same times.
     pub burst_ms: u64,
     /// Change that each write makes to its page.
     pub write: Write,

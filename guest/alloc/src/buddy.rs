@@ -245,8 +245,9 @@ impl<'a> Buddy<'a> {
         Taken::All
     }
 
-    /// Returns the block that [`isolate`](Self::isolate) would isolate for `noted`. If the block was
-    /// allocated since, but is large enough that parts of it could be isolated, returns `noted`.
+    /// Returns the block that [`isolate`](Self::isolate) would isolate for `noted`. If the block
+    /// was allocated since, but is large enough that parts of it could be isolated, returns
+    /// `noted`.
     #[must_use]
     pub fn reportable(&self, noted: Block, least: u32) -> Option<Block> {
         for order in noted.order..=MAX_ORDER {

@@ -8,7 +8,7 @@ pub const PORTION: usize = 32;
 
 /// Number of blocks that a full buffer must have to be reported. A report costs an exit of up to 50
 /// us besides the time for each block, and the host needs 20 us to drop a block of 4 MiB.
-const WORTH: usize = 8;
+const WORTH: usize = 16;
 
 /// Time without a free after which noted blocks are reported although no buffer is full, however
 /// small they are, in ns. The time is short compared with the 100 ms within which memory is to be

@@ -223,9 +223,9 @@ fn small_blocks_wait_until_they_have_merged_or_are_idle() {
 }
 
 #[test]
-fn full_buffer_is_reported_if_eight_of_its_blocks_are_worth_it() {
+fn full_buffer_is_reported_if_sixteen_of_its_blocks_are_worth_it() {
     machine!(machine, 8192);
-    own_heap!(heap, 16, 64);
+    own_heap!(heap, 32, 64);
     let mut heap = heap.reporting_from(5);
     let mut alone = |order| {
         let mut blocks: Vec<_> = (0..64).map(|_| heap.alloc(&machine, order).unwrap()).collect();
@@ -236,14 +236,14 @@ fn full_buffer_is_reported_if_eight_of_its_blocks_are_worth_it() {
     let free = |heap: &mut Heap<'_>, blocks: &mut dyn Iterator<Item = Block>| {
         blocks.for_each(|block| heap.free(&machine, block));
     };
-    free(&mut heap, &mut large.by_ref().take(7));
-    free(&mut heap, &mut small.by_ref().take(9));
-    // The small blocks have left the buffer, so it has room for nine more.
+    free(&mut heap, &mut large.by_ref().take(15));
+    free(&mut heap, &mut small.by_ref().take(17));
+    // The small blocks have left the buffer, so it has room for 17 more.
     assert_eq!((heap.stats().full, heap.stats().reports), (1, 0));
-    free(&mut heap, &mut small.by_ref().take(8));
-    free(&mut heap, &mut large.by_ref().take(1));
+    free(&mut heap, &mut small.by_ref().take(15));
+    free(&mut heap, &mut large.by_ref().take(2));
     assert_eq!((heap.stats().full, heap.stats().reports, heap.stats().missed), (2, 1, 0));
-    assert_eq!(heap.stats().report_bytes, 8 * 32 * PAGE_SIZE);
+    assert_eq!(heap.stats().report_bytes, 17 * 32 * PAGE_SIZE);
     advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
 }

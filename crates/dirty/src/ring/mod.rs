@@ -46,9 +46,9 @@ pub(crate) const CHUNK_PAGES: u64 = 2048;
 ///
 /// Such a harvest saves the second transfer of pages that the guest wrote before their turn. In
 /// return, the guest faults once more on each harvested page that it writes again. If the guest
-/// writes faster than the senders send, it writes nearly every page again after its turn, so that
-/// the harvest saves nothing, and the guest stands still. Therefore the senders may harvest one
-/// entry for every two pages that they send in a pass.
+/// writes faster than the senders send, it writes nearly every page again after its turn. The
+/// harvest then saves nothing, and the vCPUs spend their time on faults. Therefore the senders may
+/// harvest one entry for every two pages that they send in a pass.
 #[derive(Debug, Default)]
 pub(crate) struct Allowance(AtomicU64);
 

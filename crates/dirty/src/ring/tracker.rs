@@ -26,7 +26,8 @@ use vmferry_sys::kvm::{self, ManualProtect};
 /// is sent. If the rings have pages of the chunk, and the [`Allowance`](super::Allowance) permits
 /// it, the method harvests them, so that KVM protects these pages again. Then it takes the pages of
 /// the chunk out of the bitmaps of harvested pages. These pages are protected, so their content is
-/// read after all writes that the bitmaps recorded, and a later write adds the page to a ring again.
+/// read after all writes that the bitmaps recorded, and a later write adds the page to a ring
+/// again.
 ///
 /// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect no
 /// page at the start, and never add a page to a ring. The tracker disables manual protection and

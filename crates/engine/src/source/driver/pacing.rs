@@ -5,7 +5,7 @@ use super::channels::Channels;
 use crate::channel::{IoBuf, Stream, tcp};
 use crate::report::PaceFigures;
 use crate::source::pace::{Controller, Decision, Probe, RateControl, TcpBulk};
-use crate::source::postcopy::{Claims, unsent_bytes};
+use crate::source::postcopy::Claims;
 use crate::source::settings;
 use crate::vm::shielded;
 use std::io;
@@ -57,7 +57,7 @@ fn fds(streams: &[Arc<Stream>]) -> impl Iterator<Item = BorrowedFd<'_>> {
 fn fit(streams: &[Arc<Stream>], claims: &Claims, rate: u64) {
     let each = rate / (streams.len() as u64).max(1);
     claims.fit_frames(each);
-    let unsent = u32::try_from(unsent_bytes(each)).unwrap_or(u32::MAX);
+    let unsent = u32::try_from(claims.unsent_bytes(each)).unwrap_or(u32::MAX);
     for stream in streams {
         // If the limit cannot be set, the queue is longer, which is acceptable.
         let _ = tcp::set_unsent_limit(stream.as_fd(), unsent);
@@ -114,10 +114,11 @@ fn find_pace<'e>(
         let bulk = TcpBulk::new(fds(&streams), fds(&urgent), || claims.left() > 0);
         let paced = bulk.and_then(|bulk| {
             let mut pace = RateControl::new(ProbeChannel(probe, 0), bulk);
-            let mut fitted = 0;
+            let (mut fitted, mut sequential) = (0, false);
             let show = |decision: &Decision, _| {
-                if decision.rate.abs_diff(fitted) > fitted / 8 {
-                    fitted = decision.rate;
+                let changed = decision.rate.abs_diff(fitted) > fitted / 8;
+                if changed || claims.is_sequential() != sequential {
+                    (fitted, sequential) = (decision.rate, claims.is_sequential());
                     fit(&streams, &claims, decision.rate);
                     context.handle.update(|progress| progress.pace = Some(decision.rate));
                 }

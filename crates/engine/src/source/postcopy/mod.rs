@@ -36,14 +36,19 @@ const AT_ONCE: Duration = Duration::from_micros(500);
 
 /// Returns the number of bytes that a channel sends within [`AT_ONCE`] at `rate` bytes per second,
 /// but at least the size of a page with its headers, and at most that of a frame of 64 pages.
-pub(crate) fn unsent_bytes(rate: u64) -> u64 {
+fn unsent_bytes(rate: u64) -> u64 {
     let bytes = u128::from(rate) * AT_ONCE.as_nanos() / 1_000_000_000;
     u64::try_from(bytes).unwrap_or(u64::MAX).clamp(2 * PAGE_SIZE, 64 * PAGE_SIZE)
 }
 
 /// Factor by which a bulk frame near the guest's faults is shorter than others. Short frames cost
 /// more, but a vCPU that needs a page of such a frame waits less.
-const NEAR: u64 = 4;
+const NEAR: u64 = 8;
+
+/// Factor by which the unsent bytes of a bulk channel are fewer while the guest accesses memory
+/// sequentially, because the guest then needs these bytes next. With fewer bytes, the channel would
+/// not keep its rate.
+const NEAR_UNSENT: u64 = 4;
 
 /// Number of chunks that are sent before all others if the guest accesses memory sequentially: its
 /// chunk and those after it.
@@ -128,6 +133,17 @@ impl Claims {
     pub(crate) fn fit_frames(&self, rate: u64) {
         let pages = unsent_bytes(rate) / PAGE_SIZE;
         self.frame_pages.store(pages.clamp(1, 64), Ordering::Relaxed);
+    }
+
+    /// Returns the number of bytes that a bulk channel may have unsent at `rate` bytes per second.
+    pub(crate) fn unsent_bytes(&self, rate: u64) -> u64 {
+        let bytes = unsent_bytes(rate);
+        if self.is_sequential() { (bytes / NEAR_UNSENT).max(2 * PAGE_SIZE) } else { bytes }
+    }
+
+    /// Returns true if the guest accesses memory sequentially.
+    pub(crate) fn is_sequential(&self) -> bool {
+        self.near.load(Ordering::Relaxed) != 0
     }
 
     /// Returns the number of pages that no thread has claimed.

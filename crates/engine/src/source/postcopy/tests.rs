@@ -6,7 +6,7 @@ use shuttle::thread;
 use std::sync::Arc;
 // The counters are not under test, so they are no step for the scheduler.
 use std::sync::atomic::{AtomicUsize as Count, Ordering};
-use vmferry_core::{Gpa, Layout, PageSet, Region, RegionId};
+use vmferry_core::{Gpa, Layout, PAGE_SIZE, PageSet, Region, RegionId};
 use vmferry_testkit::tries;
 
 const TRIES: usize = 2000;
@@ -74,6 +74,26 @@ fn bulk_threads_follow_a_guest_that_accesses_memory_sequentially() {
         assert_eq!(next(), Some((0, 1536, 1536, true)));
         claims.regions[0].1.take_range(1536..1600);
         assert_eq!(next(), None);
+    };
+    shuttle::check_random(run, 1);
+}
+
+#[test]
+fn frames_and_queues_are_short_near_a_sequential_guest() {
+    let run = || {
+        let claims = two_regions();
+        // Half a millisecond at 2 Gb/s takes 30 pages.
+        let rate = 250_000_000;
+        claims.fit_frames(rate);
+        assert_eq!((claims.frame_pages(false), claims.unsent_bytes(rate)), (30, 125_000));
+        claims.guest_runs_on(0, 700);
+        assert_eq!((claims.frame_pages(true), claims.unsent_bytes(rate)), (4, 31_250));
+        assert_eq!(claims.unsent_bytes(1), 2 * PAGE_SIZE, "room for one page and its headers");
+        // The guest has reached the end of memory, and all of it is sent.
+        claims.regions[0].1.take_range(0..1600);
+        claims.regions[1].1.take_range(0..1024);
+        while claims.next_chunk().is_some() {}
+        assert_eq!(claims.unsent_bytes(rate), 125_000);
     };
     shuttle::check_random(run, 1);
 }
