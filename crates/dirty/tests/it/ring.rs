@@ -1,12 +1,12 @@
 //! Tests of the dirty rings of a real VM.
 
 use crate::memory::{Kind, Memory};
-use crate::user_guest::{FIRST, fd, guest, running};
+use crate::user_guest::{FIRST, Guest, fd, guest, running};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_baselines::Policy;
-use vmferry_core::{DirtyTracker, PAGE_BYTES, PageSet, RegionId};
+use vmferry_core::{DirtyTracker, PAGE_BYTES, PageRun, PageSet, RegionId};
 use vmferry_dirty::{
     HarvestSchedule, Predict, ReaperPolicy, ReaperState, RingReport, RingTracker, Rings, TrackerError,
 };
@@ -237,6 +237,39 @@ fn full_ring_stops_only_its_vcpu_and_is_counted() {
     print_line(format!("predict, 1024 entries: {report:?}"));
     assert_eq!(report.vcpus[1].pages, 0, "a ring with room is left alone: {report:?}");
     assert!(report.vcpus[0].pages > 1024, "{report:?}");
+}
+
+/// A guest whose working set fits into its ring must not fault on all of it for each chunk.
+#[test]
+fn senders_harvest_the_rings_only_after_they_have_sent_twice_as_many_pages() {
+    const SET: u64 = 256;
+    let memory = Memory::new(Kind::Small, FIRST + SET);
+    let Some(mut guest) = guest(&memory, 4096, 1, SET) else { return };
+    // A reaper that has failed harvests nothing.
+    let mut tracker = RingTracker::with_policy(&guest.rings, Arc::new(Planted::Fails));
+    tracker.start().unwrap();
+    let rings = guest.rings.clone();
+    let used = || rings.used()[0];
+    let write_all = |guest: &mut Guest| {
+        running(guest, |stretches| { until_written(stretches, 8); eprintln!("used {}", used()); });
+    };
+    write_all(&mut guest);
+    let (protector, mut dirty) = (tracker.protector(), PageSet::full(&guest.layout));
+    let all = dirty.region(RegionId(0)).unwrap().clone();
+    let protect = |pages| protector.protect(RegionId(0), PageRun::from(pages), &all).unwrap();
+    protect(FIRST..FIRST + 64);
+    assert_eq!(u64::from(used()), SET, "the allowance for 64 pages is 32 entries");
+    protect(0..FIRST + SET);
+    assert_eq!(used(), 0);
+    dirty.clear();
+    tracker.harvest(&mut dirty).unwrap();
+    assert!(dirty.is_empty(), "the writes were discarded, because the pages are read after them");
+    // The harvest has begun a new pass.
+    write_all(&mut guest);
+    protect(FIRST..FIRST + SET);
+    assert_eq!(u64::from(used()), SET);
+    tracker.harvest(&mut dirty).unwrap();
+    assert_eq!(dirty.count(), SET);
 }
 
 #[test]
