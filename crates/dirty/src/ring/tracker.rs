@@ -23,11 +23,12 @@ use vmferry_sys::kvm::{self, ManualProtect};
 /// # Pages that are written before their turn
 /// A page of a pass that the guest writes again before its turn would be sent in this pass and in
 /// the next one. [`Protect::protect`] prevents that for a guest that writes slower than its memory
-/// is sent. If the rings have pages of the chunk, and the [`Allowance`](super::Allowance) permits
-/// it, the method harvests them, so that KVM protects these pages again. Then it takes the pages of
-/// the chunk out of the bitmaps of harvested pages. These pages are protected, so their content is
-/// read after all writes that the bitmaps recorded, and a later write adds the page to a ring
-/// again.
+/// is sent. If the rings have pages of the chunk, it harvests them, so that KVM protects these
+/// pages again. In each pass, it harvests at most one entry for every two pages that the source
+/// sends: a harvest makes a guest that writes fast fault on all pages that it writes. Then the
+/// method takes the pages of the chunk out of the bitmaps of harvested pages. These pages are
+/// protected, so their content is read after all writes that the bitmaps recorded, and a later
+/// write adds the page to a ring again.
 ///
 /// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect no
 /// page at the start, and never add a page to a ring. The tracker disables manual protection and
