@@ -282,13 +282,17 @@ impl<K: Kernel> Core<K> {
     /// and leaves the entries where they are. The next harvest of all rings publishes these pages
     /// to [`found`](Self::found). Returns the number of entries that a harvest would take.
     ///
-    /// Rings that another thread harvests at the moment are left out.
+    /// Rings that another thread harvests or looks at in the meantime are left out. Their entries
+    /// are counted without the lock, so this number is inexact while they are harvested.
     pub(crate) fn look(&self, into: &Found) -> u64 {
         let mut entries = 0;
         for (number, ring) in self.rings.iter().enumerate() {
             // The lock is needed: without it, an entry that is harvested and used again in the
             // meantime could show the slot of one page and the offset of another.
-            let Some(mut harvester) = try_lock(&ring.harvester) else { continue };
+            let Some(mut harvester) = try_lock(&ring.harvester) else {
+                entries += u64::from(self.used(number, 0));
+                continue;
+            };
             let ahead = harvester.unseen.plus(0).wrapping_sub(harvester.next.plus(0));
             let mut end = if ahead <= self.kernel.entries() { ahead } else { 0 };
             while end < self.kernel.entries()

@@ -307,12 +307,13 @@ fn discarding_after_the_page_was_read_loses_writes() {
     search(|| migrate_and_discard(Flaw::None, false, 0, 0, true));
 }
 
-/// Searches for an interleaving that shows an injected flaw. The interleavings are the same in
-/// every run, so that a rare one is not found only on some days. A change of the code may need
-/// another seed.
-fn search(test: impl Fn() + Send + Sync + 'static) {
-    let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 20 * TRIES);
-    shuttle::Runner::new(scheduler, shuttle::Config::new()).run(test);
+/// Searches for an interleaving that shows an injected flaw, with several seeds. The interleavings
+/// are the same in every run, so that a rare one is not found only on some days.
+fn search(test: fn()) {
+    for seed in 1..=8 {
+        let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(seed, 20 * TRIES);
+        shuttle::Runner::new(scheduler, shuttle::Config::new()).run(test);
+    }
 }
 
 /// Runs `test` without other threads. The locks of shuttle work only under its scheduler.
