@@ -50,8 +50,8 @@ pub(super) fn sandbox(test: impl FnOnce(&str) + Send) {
             let error = std::io::Error::last_os_error();
             return Err(format!("no network namespace: {error}"));
         }
-        // Otherwise the kernel sends frames by itself in the first seconds, which use up the receive
-        // buffers of a test. A kernel without IPv6 does not have these files.
+        // Otherwise the kernel sends frames by itself in the first seconds, which use up the
+        // receive buffers of a test. A kernel without IPv6 does not have these files.
         for of in ["all", "default"] {
             let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{of}/disable_ipv6"), "1");
         }
