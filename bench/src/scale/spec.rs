@@ -145,12 +145,13 @@ impl GuestSpec {
     /// that a point does not make the host swap.
     pub fn needed(&self) -> u64 {
         let pages = self.memory / 4096;
-        let per_page = match self.kind {
+        let per_page = match (self.kind, self.balloon) {
             // Bitmaps of one bit for each page, in the source and in the target.
-            Kind::Process => pages,
-            // Also KVM's reverse map and write counts of 10 bytes for each page of a slot, and the
-            // allocator of a guest with a balloon.
-            Kind::Kvm => pages * if self.balloon { 20 } else { 12 },
+            (Kind::Process, _) => pages,
+            // Also KVM's reverse map and write counts of 10 bytes for each page of a slot.
+            (Kind::Kvm, false) => pages * 12,
+            // Also the allocator of the guest.
+            (Kind::Kvm, true) => pages * 20,
         };
         // Counters of 8 bytes for each page of the working set, and the process itself.
         self.data + self.data / 256 + per_page + PROCESS

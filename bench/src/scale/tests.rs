@@ -206,8 +206,11 @@ fn only_selects_points_by_curve_kind_and_size() {
 
 #[test]
 fn large_kvm_guest_needs_more_memory_than_a_process_guest() {
-    let needed = |kind| point(Curve::MemorySparse, kind, 4 << 40).guest().needed();
+    let guest = |kind| point(Curve::MemorySparse, kind, 4 << 40).guest();
+    let needed = |kind| guest(kind).needed();
     assert!(needed(Kind::Kvm) > 12 * GIB && needed(Kind::Process) < 2 * GIB);
+    // The allocator of a guest with a balloon is in addition.
+    assert!(GuestSpec { balloon: true, ..guest(Kind::Kvm) }.needed() > 20 * GIB);
     // The neighbours are in addition.
     let guest = point(Curve::Guests, Kind::Process, 64).guest();
     assert_eq!((guest.neighbours, guest.neighbour().neighbours), (64, 0));

@@ -1,8 +1,8 @@
 //! `vmferry-bench stalls`: stalls of a guest while precopy moves it, outside the blackout.
 //!
-//! Each case is a guest whose vCPUs write without a pause, so that the threads of a migration
-//! compete with them for the processors. In each round every side moves the guest once: vmferry
-//! with each setting of its channels, QEMU with a single stream, and QEMU with multifd.
+//! Each case is a guest whose vCPUs write without a pause or in bursts, so that the threads of a
+//! migration compete with them for the processors. In each round every side moves the guest once:
+//! vmferry with each setting of its channels, QEMU with a single stream, and QEMU with multifd.
 //!
 //! A host that is itself a virtual machine may stop a processor for milliseconds, most of all if
 //! all of its processors are busy. Therefore the side `floor` measures the same guest without a

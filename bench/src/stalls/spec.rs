@@ -74,8 +74,8 @@ impl Options {
     /// Each vCPU writes 100 000 times per second to a working set of 64 MiB. The guest has 3 GiB of
     /// random data, and two vCPUs or one. The case `bursts` has two vCPUs that write for 300 ms and
     /// then sleep as long, so that the number of idle processors changes during the migration. The
-    /// case `short` has one vCPU and 1 GiB of data. Its migration ends before a host that is a
-    /// virtual machine itself begins to lose its processors.
+    /// case `short` has one vCPU and 1 GiB of data. Its migration takes less than a second. In
+    /// longer ones, a host that is itself a virtual machine may lose its processors for some time.
     pub fn full() -> Self {
         let ours = OURS.into_iter().map(Side::Ours);
         let sides = [Side::Floor].into_iter().chain(ours).chain([QEMU, Side::Qemu { multifd: Some(2) }]);

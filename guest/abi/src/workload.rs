@@ -201,9 +201,10 @@ impl fmt::Display for WorkloadError {
             Self::SkewWithoutRate => {
                 f.write_str("workload: skew= divides a rate; add rate=, or remove skew=")
             }
-            Self::BurstOfIdle => {
-                f.write_str("workload: burst= divides the time of a pattern that writes; remove it, or use another pattern than idle")
-            }
+            Self::BurstOfIdle => f.write_str(
+                "workload: burst= divides the time of a pattern that writes; \
+                     remove it, or use another pattern than idle",
+            ),
             Self::DataBelowWs { data, ws } => {
                 write!(
                     f,

@@ -219,16 +219,9 @@ impl<'a> Buddy<'a> {
     /// Takes at most one step per page of `noted`. [`Taken::Full`] means that there may be more
     /// parts.
     pub fn isolate(&mut self, noted: Block, least: u32, batch: &mut Batch<'_>) -> Taken {
-        for order in noted.order..=MAX_ORDER {
-            let block = Block { frame: noted.frame >> order << order, order };
-            let word = self.words.get(block.frame);
-            if word.order == order {
-                match word.kind {
-                    Kind::Unreported if order >= least => return self.isolate_block(block, batch),
-                    Kind::Unreported | Kind::Reported => return Taken::All,
-                    _ => {}
-                }
-            }
+        if let Some((block, kind)) = self.free_block(noted) {
+            let wanted = kind == Kind::Unreported && block.order >= least;
+            return if wanted { self.isolate_block(block, batch) } else { Taken::All };
         }
         let end = u64::from(noted.frame) + noted.pages();
         let mut frame = noted.frame;
@@ -250,14 +243,21 @@ impl<'a> Buddy<'a> {
     /// `noted`.
     #[must_use]
     pub fn reportable(&self, noted: Block, least: u32) -> Option<Block> {
-        for order in noted.order..=MAX_ORDER {
+        match self.free_block(noted) {
+            Some((block, kind)) => (kind == Kind::Unreported && block.order >= least).then_some(block),
+            None => (noted.order >= least).then_some(noted),
+        }
+    }
+
+    /// Returns the free block that `noted` is, or has become part of, with its kind: unreported or
+    /// reported. Returns `None` if no free block contains all of `noted`.
+    fn free_block(&self, noted: Block) -> Option<(Block, Kind)> {
+        (noted.order..=MAX_ORDER).find_map(|order| {
             let block = Block { frame: noted.frame >> order << order, order };
             let word = self.words.get(block.frame);
-            if word.order == order && matches!(word.kind, Kind::Unreported | Kind::Reported) {
-                return (word.kind == Kind::Unreported && order >= least).then_some(block);
-            }
-        }
-        (noted.order >= least).then_some(noted)
+            let free = word.order == order && matches!(word.kind, Kind::Unreported | Kind::Reported);
+            free.then_some((block, word.kind))
+        })
     }
 
     /// Isolates up to `portion` blocks that are free and unreported, large ones first, until

@@ -6,8 +6,8 @@ use vmferry_guest_abi::AllocCpu;
 /// Number of blocks that are isolated or put back while the lock is held: about 2 us.
 pub const PORTION: usize = 32;
 
-/// Number of blocks that a full buffer must have to be reported. A report costs an exit of up to 50
-/// us besides the time for each block, and the host needs 20 us to drop a block of 4 MiB.
+/// Least number of blocks for which a full buffer is reported. Each report costs an exit, however
+/// few blocks it has.
 const WORTH: usize = 16;
 
 /// Time without a free after which noted blocks are reported although no buffer is full, however

@@ -282,8 +282,8 @@ impl<K: Kernel> Core<K> {
     /// and leaves the entries where they are. The next harvest of all rings publishes these pages
     /// to [`found`](Self::found). Returns the number of entries that a harvest would take.
     ///
-    /// Rings that another thread harvests or looks at in the meantime are left out. Their entries
-    /// are counted without the lock, so this number is inexact while they are harvested.
+    /// The pages of a ring that another thread harvests or looks at are left out. The entries of
+    /// such a ring are counted without the lock, so the number is inexact during a harvest.
     pub(crate) fn look(&self, into: &Found) -> u64 {
         let mut entries = 0;
         for (number, ring) in self.rings.iter().enumerate() {
