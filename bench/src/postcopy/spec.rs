@@ -248,9 +248,10 @@ impl Options {
     }
 
     /// Returns the full options: both patterns on every link, with BBR and CUBIC, and one, two and
-    /// four vCPUs.
+    /// four vCPUs, with guests of 8 GiB. The guests that compare huge pages have 1 GiB, because
+    /// source and target reserve them from the host's pool.
     pub fn full() -> Self {
-        let memory = 1024 * MIB;
+        let memory = 8192 * MIB;
         let links = [LOOPBACK, TWO_BBR, TWO_CUBIC, TEN_BBR, TEN_CUBIC];
         let mut cases: Vec<CaseSpec> = links
             .into_iter()
@@ -258,7 +259,7 @@ impl Options {
             .collect();
         let sides = [Side::Ours(Way::Ours), Side::Qemu { preempt: true }];
         cases.extend([1, 2, 4].map(|count| vcpus(TEN_BBR, count, memory, &sides)));
-        cases.extend(huge(memory, &[Side::Ours(Way::Shared), Side::Ours(Way::Ours)]));
+        cases.extend(huge(1024 * MIB, &[Side::Ours(Way::Shared), Side::Ours(Way::Ours)]));
         Options {
             cases,
             repeats: 3,

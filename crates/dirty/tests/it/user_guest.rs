@@ -190,6 +190,15 @@ pub(crate) fn run(vcpu: &mut VcpuFd, ring: &RingVcpu, stop: &AtomicBool, stretch
     }
 }
 
+/// Ends the vCPUs when it is dropped, also by a panic: otherwise the scope would wait for them.
+struct EndVcpus<'a>(&'a AtomicBool);
+
+impl Drop for EndVcpus<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 /// Runs all vCPUs until `meanwhile` returns, and then stops them. Returns the result of `meanwhile`
 /// and the number of writes.
 ///
@@ -204,9 +213,8 @@ pub(crate) fn running<T>(guest: &mut Guest, meanwhile: impl FnOnce(&[AtomicU64])
             let (stop, stretches) = (&stop, &stretches[index]);
             scope.spawn(move || run(vcpu, &ring, stop, stretches));
         }
-        let result = meanwhile(&stretches);
-        stop.store(true, Ordering::Release);
-        result
+        let _end = EndVcpus(&stop);
+        meanwhile(&stretches)
     });
     let stretches: u64 = stretches.into_iter().map(AtomicU64::into_inner).sum();
     (result, stretches * STRETCH)
