@@ -22,6 +22,10 @@ use vmferry_sys::ring::{RESERVED_ENTRIES, RingPage};
 /// thousand signals in a row.
 const FRUITLESS_RESETS: u32 = 10_000;
 
+/// Number of pages in the buffer of a vCPU's processor with PML, which KVM copies to the ring when
+/// the vCPU exits (Linux `arch/x86/kvm/vmx/vmx.h`).
+const PML_ENTRIES: u32 = 512;
+
 /// Memory of the rings, and the call that resets them. The methods correspond to
 /// [`vmferry_sys::ring`].
 pub(crate) trait Kernel: Send + Sync {
@@ -56,6 +60,17 @@ impl Found {
     /// Discards all pages.
     pub(crate) fn clear(&self) {
         self.maps.iter().for_each(|(_, map)| forget(Some(&**map), None));
+    }
+
+    /// Discards `pages`.
+    fn discard(&self, pages: &[RingPage]) {
+        for page in pages {
+            if let Some((_, map)) = self.maps.iter().find(|(slot, _)| *slot == page.slot)
+                && let Ok(word) = usize::try_from(page.offset / 64)
+            {
+                map.take_word(word, 1 << (page.offset % 64));
+            }
+        }
     }
 
     fn publish(&self, pages: &[RingPage]) {
@@ -142,11 +157,15 @@ pub(crate) struct Core<K> {
     /// Lock of policies that harvest all rings at once: see [`Core::harvest_all`].
     one: Mutex<()>,
     found: Found,
+    /// Pages that [`look`](Self::look) saw in the rings, and that no thread has harvested or passed
+    /// to [`discard`](Self::discard) since. Only a hint: a page that two vCPUs wrote is missing
+    /// once the ring of one of them is harvested.
+    seen: Found,
     /// Number of entries that a vCPU can fill before it is stopped, as computed from the size of
     /// the ring. It is used until `learned` is known, because the true number depends on the
     /// processor.
     usable: AtomicU32,
-    /// Largest number of entries that a full ring held, or 0 before the first full ring.
+    /// Smallest number of entries that a full ring held, or `u32::MAX` before the first full ring.
     learned: AtomicU32,
     made: Instant,
     #[cfg(test)]
@@ -155,7 +174,8 @@ pub(crate) struct Core<K> {
 
 impl<K: Kernel> Core<K> {
     /// Creates the state of `rings` rings, one for each vCPU, to which KVM has not added any page.
-    pub(crate) fn new(kernel: K, rings: usize, found: Found) -> Self {
+    /// `found` and `seen` have the same slots.
+    pub(crate) fn new(kernel: K, rings: usize, (found, seen): (Found, Found)) -> Self {
         let ring = |_| Ring {
             harvester: Mutex::new(Harvester { next: Cursor(0), unseen: Cursor(0), batch: Vec::new() }),
             next: AtomicU32::new(0),
@@ -168,8 +188,9 @@ impl<K: Kernel> Core<K> {
             resets: Mutex::new(()),
             one: Mutex::new(()),
             found,
+            seen,
             usable: AtomicU32::new(usable),
-            learned: AtomicU32::new(0),
+            learned: AtomicU32::new(u32::MAX),
             made: Instant::now(),
             #[cfg(test)]
             flaw: Flaw::None,
@@ -184,6 +205,10 @@ impl<K: Kernel> Core<K> {
         &self.found
     }
 
+    pub(crate) fn seen(&self) -> &Found {
+        &self.seen
+    }
+
     pub(crate) fn entries(&self) -> u32 {
         self.kernel.entries()
     }
@@ -196,14 +221,14 @@ impl<K: Kernel> Core<K> {
     /// Returns the number of entries of a ring that a vCPU can fill before it has to stop.
     pub(crate) fn usable(&self) -> u32 {
         match self.learned.load(Ordering::Relaxed) {
-            0 => self.usable.load(Ordering::Relaxed),
+            u32::MAX => self.usable.load(Ordering::Relaxed),
             learned => learned,
         }
     }
 
     /// Forgets the learned number of usable entries.
     pub(crate) fn unlearn(&self) {
-        self.learned.store(0, Ordering::Relaxed);
+        self.learned.store(u32::MAX, Ordering::Relaxed);
     }
 
     pub(crate) fn counters(&self, ring: usize) -> &Counters {
@@ -258,9 +283,9 @@ impl<K: Kernel> Core<K> {
                 harvester.batch.clear();
             }
             self.found.publish(&harvester.batch);
-            let count = harvester.batch.len() as u64;
-            self.rings[*ring].counters.harvested(count, self.now());
-            pages += count;
+            self.seen.discard(&harvester.batch);
+            self.rings[*ring].counters.harvested(self.now());
+            pages += harvester.batch.len() as u64;
             harvester.batch.clear();
         }
         Ok(pages)
@@ -268,6 +293,7 @@ impl<K: Kernel> Core<K> {
 
     /// Moves the dirty entries of `ring` to the batch.
     fn collect(&self, ring: usize, harvester: &mut Harvester) {
+        let before = harvester.batch.len();
         // At most one round, because a vCPU may continue to write.
         for _ in 0..self.kernel.entries() {
             let Some(page) = self.kernel.dirty(ring, harvester.next.plus(0)) else { break };
@@ -275,16 +301,21 @@ impl<K: Kernel> Core<K> {
             self.kernel.mark_harvested(ring, harvester.next.plus(0));
             harvester.next = Cursor(harvester.next.plus(1));
         }
-        self.rings[ring].next.store(harvester.next.plus(0), Ordering::Relaxed);
+        let ring = &self.rings[ring];
+        ring.next.store(harvester.next.plus(0), Ordering::Relaxed);
+        // Counted at once: the entries of this ring are not in use any more, so that a policy which
+        // looks at the ring before the reset is complete would miss their pages otherwise.
+        ring.counters.taken((harvester.batch.len() - before) as u64);
     }
 
-    /// Publishes the pages of entries that were added to the rings since the last call to `into`,
-    /// and leaves the entries where they are. The next harvest of all rings publishes these pages
-    /// to [`found`](Self::found). Returns the number of entries that a harvest would take.
+    /// Adds the pages of entries that were added to the rings since the last call to
+    /// [`seen`](Self::seen), and leaves the entries where they are. The next harvest of all rings
+    /// publishes these pages to [`found`](Self::found). Returns the number of entries that a
+    /// harvest would take.
     ///
     /// The pages of a ring that another thread harvests or looks at are left out. The entries of
     /// such a ring are counted without the lock, so the number is inexact during a harvest.
-    pub(crate) fn look(&self, into: &Found) -> u64 {
+    pub(crate) fn look(&self) -> u64 {
         let mut entries = 0;
         for (number, ring) in self.rings.iter().enumerate() {
             // The lock is needed: without it, an entry that is harvested and used again in the
@@ -298,7 +329,7 @@ impl<K: Kernel> Core<K> {
             while end < self.kernel.entries()
                 && let Some(page) = self.kernel.dirty(number, harvester.next.plus(end))
             {
-                into.publish(&[page]);
+                self.seen.publish(&[page]);
                 end += 1;
             }
             harvester.unseen = Cursor(harvester.next.plus(end));
@@ -311,9 +342,9 @@ impl<K: Kernel> Core<K> {
     /// since. If a ring has any of the pages, all rings are harvested first, unless `may_harvest`
     /// returns false for the number of entries in the rings. The caller then reads the pages.
     ///
-    /// `seen` is for [`look`](Self::look). `slot` is the position of the slot in it and in
-    /// [`found`](Self::found). `wanted` returns the pages as words of a bitmap, with their indexes,
-    /// and `each` receives the discarded pages in the same form.
+    /// `slot` is the position of the slot in [`found`](Self::found). `wanted` returns the pages as
+    /// words of a bitmap, with their indexes, and `each` receives the discarded pages in the same
+    /// form.
     ///
     /// # Why no write is lost
     /// A page in `found` was published after its reset. So it is protected, or was written since
@@ -324,15 +355,14 @@ impl<K: Kernel> Core<K> {
     /// Returns an error if the reset fails. Nothing has been discarded then.
     pub(crate) fn discard<W: Iterator<Item = (usize, u64)>>(
         &self,
-        seen: &Found,
         slot: usize,
         wanted: impl Fn() -> W,
         may_harvest: impl FnOnce(u64) -> bool,
         mut each: impl FnMut(usize, u64),
     ) -> Result<(), TrackerError> {
-        let entries = self.look(seen);
+        let entries = self.look();
         let mut in_a_ring = 0;
-        wanted().for_each(|(index, pages)| in_a_ring |= seen.map(slot).take_word(index, pages));
+        wanted().for_each(|(index, pages)| in_a_ring |= self.seen.map(slot).take_word(index, pages));
         if in_a_ring != 0 && may_harvest(entries) {
             self.harvest_every()?;
         }
@@ -390,24 +420,30 @@ impl<K: Kernel> Core<K> {
     pub(crate) fn full(&self, ring: usize, all: bool) -> Result<(), TrackerError> {
         let begin = Instant::now();
         let counters = &self.rings[ring].counters;
+        // Another thread that is harvesting the ring has taken some of its entries.
+        let alone = try_lock(&self.rings[ring].harvester).is_some();
         counters.full();
         let pages = if all { self.harvest_all() } else { self.harvest(&RingSet::one(ring)) };
         counters.stalled(begin.elapsed());
         let pages = pages?;
-        if !all {
+        if alone && !all {
             self.learn_usable(pages);
         }
         Ok(())
     }
 
-    /// Learns the number of usable entries from a full ring with `pages` entries. On a processor
-    /// with PML, KVM stops the vCPU about 500 entries earlier. Fewer entries than a quarter of the
-    /// ring are ignored, because another thread must have harvested most of the ring before.
+    /// Learns the number of usable entries from a full ring with `pages` entries.
+    ///
+    /// On a processor with PML, KVM stops the vCPU 512 entries earlier, but then the vCPU's buffer
+    /// adds up to 511 further entries. Therefore the smallest number is the number after which a
+    /// vCPU may be stopped. A ring with fewer entries was harvested by another thread shortly
+    /// before, and says nothing. No other thread may be harvesting the ring.
     fn learn_usable(&self, pages: u64) {
+        let least = self.kernel.entries().saturating_sub(RESERVED_ENTRIES + PML_ENTRIES);
         if let Ok(pages) = u32::try_from(pages)
-            && pages >= self.kernel.entries() / 4
+            && pages >= least.max(self.kernel.entries() / 4)
         {
-            self.learned.fetch_max(pages, Ordering::Relaxed);
+            self.learned.fetch_min(pages, Ordering::Relaxed);
         }
     }
 
@@ -416,8 +452,10 @@ impl<K: Kernel> Core<K> {
     /// Takes no lock. The number of loads is two if nothing was written since the last look, and
     /// the logarithm of the ring's size otherwise.
     pub(crate) fn view(&self, ring: usize, before: u32) -> RingView {
-        let counters = &self.rings[ring].counters;
-        RingView { used: self.used(ring, before), ..counters.view() }
+        // In this order, a page that another thread takes meanwhile is counted later, and not
+        // twice.
+        let counted = self.rings[ring].counters.view();
+        RingView { used: self.used(ring, before), ..counted }
     }
 
     fn used(&self, ring: usize, before: u32) -> u32 {

@@ -170,9 +170,17 @@ impl Kernel for Model {
     }
 }
 
+fn empty() -> Arc<AtomicBitmap> {
+    Arc::new(AtomicBitmap::new(PAGES as u64))
+}
+
+fn found(map: &Arc<AtomicBitmap>) -> Found {
+    Found::new(vec![(3, Arc::clone(map))])
+}
+
 fn core(rings: usize, start: u32) -> (Arc<Core<Model>>, Arc<AtomicBitmap>) {
     let map = Arc::new(AtomicBitmap::new(PAGES as u64));
-    let core = Core::new(Model::new(rings, start), rings, Found::new(vec![(3, Arc::clone(&map))]));
+    let core = Core::new(Model::new(rings, start), rings, (found(&map), found(&empty())));
     for ring in &core.rings {
         let mut harvester = lock(&ring.harvester);
         (harvester.next, harvester.unseen) = (Cursor(start), Cursor(start));
@@ -181,26 +189,19 @@ fn core(rings: usize, start: u32) -> (Arc<Core<Model>>, Arc<AtomicBitmap>) {
     (Arc::new(core), map)
 }
 
-/// Takes the published pages and copies their content. With `seen`, discards the recorded writes of
-/// each page before it is copied, or after that if `late` is set, which is wrong.
-fn send(
-    core: &Core<Model>,
-    map: &Arc<AtomicBitmap>,
-    copy: &mut [u64],
-    (seen, late): (Option<&Arc<AtomicBitmap>>, bool),
-) {
+/// Takes the published pages and copies their content. With `discards`, discards the recorded
+/// writes of each page before it is copied, or after that if `late` is set, which is wrong.
+fn send(core: &Core<Model>, map: &Arc<AtomicBitmap>, copy: &mut [u64], (discards, late): (bool, bool)) {
     let mut dirty = Bitmap::new(PAGES as u64);
     map.harvest(&mut dirty);
-    if let Some(seen) = seen {
-        seen.harvest(&mut Bitmap::new(PAGES as u64));
-    }
     for number in dirty.runs().flatten() {
         let discard = || {
-            let Some(seen) = seen else { return };
-            let seen = Found::new(vec![(3, Arc::clone(seen))]);
+            if !discards {
+                return;
+            }
             let wanted = || std::iter::once((0, 1 << number));
             let discarded = |_, discarded| assert_eq!(discarded, 1 << number);
-            core.discard(&seen, 0, wanted, |_| true, discarded).unwrap();
+            core.discard(0, wanted, |_| true, discarded).unwrap();
         };
         let page = usize::try_from(number).unwrap();
         if !late {
@@ -254,14 +255,14 @@ fn migrate_and_discard(flaw: Flaw, all: bool, start: u32, interrupted: u32, late
             }
         })
     });
-    let (mut copy, seen) = (vec![0; PAGES], Arc::new(AtomicBitmap::new(PAGES as u64)));
+    let mut copy = vec![0; PAGES];
     for _ in 0..2 {
         core.harvest_every().unwrap();
-        send(&core, &map, &mut copy, (Some(&seen), late));
+        send(&core, &map, &mut copy, (true, late));
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     core.harvest_every().unwrap();
-    send(&core, &map, &mut copy, (None, false));
+    send(&core, &map, &mut copy, (false, false));
     let content: Vec<_> = core.kernel().content.iter().map(|page| page.load(Ordering::SeqCst)).collect();
     assert_eq!(copy, content, "lost");
     assert!((0..2).all(|ring| core.view(ring, 0).used == 0), "drained");
@@ -369,7 +370,7 @@ fn ring_that_kvm_does_not_reset_is_an_error_and_not_a_hang() {
 fn page_outside_all_slots_fails_every_later_harvest() {
     alone(|| {
         let map = Arc::new(AtomicBitmap::new(2));
-        let core = Core::new(Model::new(1, 0), 1, Found::new(vec![(3, Arc::clone(&map))]));
+        let core = Core::new(Model::new(1, 0), 1, (found(&map), found(&empty())));
         assert!(core.kernel().write(0, 1) && core.kernel().write(0, 5));
         core.harvest_every().unwrap();
         assert!(map.test(1));
@@ -423,10 +424,9 @@ fn look_shows_each_entry_and_leaves_it_in_the_ring() {
     alone(|| {
         for start in [0, u32::MAX - 1] {
             let (core, map) = core(2, start);
-            let seen = Arc::new(AtomicBitmap::new(PAGES as u64));
             let look = || {
-                let entries = core.look(&Found::new(vec![(3, Arc::clone(&seen))]));
-                (entries, published(&seen))
+                let entries = core.look();
+                (entries, published(core.seen().map(0)))
             };
             assert!(core.kernel().write(0, 1) && core.kernel().write(1, 4));
             assert_eq!(look(), (2, vec![1, 4]));
@@ -450,7 +450,6 @@ fn look_shows_each_entry_and_leaves_it_in_the_ring() {
 fn entries_stay_in_the_rings_if_they_may_not_be_harvested() {
     alone(|| {
         let (core, map) = core(2, 0);
-        let seen = Found::new(vec![(3, Arc::new(AtomicBitmap::new(PAGES as u64)))]);
         let discard = |allowed: bool| {
             let mut discarded = 0;
             let may_harvest = |entries| {
@@ -458,7 +457,7 @@ fn entries_stay_in_the_rings_if_they_may_not_be_harvested() {
                 allowed
             };
             let wanted = || std::iter::once((0, 1 << 4));
-            core.discard(&seen, 0, wanted, may_harvest, |_, pages| discarded |= pages).unwrap();
+            core.discard(0, wanted, may_harvest, |_, pages| discarded |= pages).unwrap();
             discarded
         };
         assert!(core.kernel().write(0, 1) && core.kernel().write(1, 4));
@@ -470,6 +469,58 @@ fn entries_stay_in_the_rings_if_they_may_not_be_harvested() {
         assert!(core.kernel().write(0, 1) && core.kernel().write(1, 4));
         assert_eq!((discard(true), published(&map)), (1 << 4, vec![1]));
     });
+}
+
+#[test]
+fn harvest_for_one_chunk_is_not_repeated_for_pages_that_it_took() {
+    alone(|| {
+        let (core, map) = core(2, 0);
+        assert!(core.kernel().write(0, 1) && core.kernel().write(1, 4));
+        let harvests_for = |page: u32| {
+            let mut harvests = false;
+            let may_harvest = |_| {
+                harvests = true;
+                true
+            };
+            core.discard(0, || std::iter::once((0, 1 << page)), may_harvest, |_, _| {}).unwrap();
+            harvests
+        };
+        assert!(harvests_for(1), "the page is in a ring");
+        // Page 4 was seen at the same time, and taken by the same harvest.
+        assert!(core.kernel().write(0, 2));
+        assert!(!harvests_for(4), "no ring has the page any more");
+        assert_eq!(published(&map), [], "both pages are discarded");
+        assert!(harvests_for(2));
+    });
+}
+
+#[test]
+fn smallest_plausible_number_of_entries_of_a_full_ring_is_learned() {
+    struct Size(u32);
+    impl Kernel for Size {
+        fn entries(&self) -> u32 {
+            self.0
+        }
+        fn dirty(&self, _: usize, _: u32) -> Option<RingPage> {
+            None
+        }
+        fn mark_harvested(&self, _: usize, _: u32) {}
+        fn awaits_reset(&self, _: usize, _: u32) -> bool {
+            false
+        }
+        fn reset(&self) -> Result<u32, SysError> {
+            Ok(0)
+        }
+    }
+    let core = Core::new(Size(4096), 1, (found(&empty()), found(&empty())));
+    assert_eq!(core.usable(), 4096 - RESERVED_ENTRIES);
+    // With PML, a full ring has from 3520 to 4031 entries.
+    for (pages, usable) in [(100, 4032), (3900, 3900), (3519, 3900), (4031, 3900), (3520, 3520)] {
+        core.learn_usable(pages);
+        assert_eq!(core.usable(), usable, "after a full ring with {pages} entries");
+    }
+    core.unlearn();
+    assert_eq!(core.usable(), 4096 - RESERVED_ENTRIES);
 }
 
 #[test]

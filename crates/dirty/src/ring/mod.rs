@@ -79,9 +79,6 @@ pub(crate) struct RingState {
     /// For each slot, the pages that were harvested from the rings and not returned to the engine
     /// yet.
     maps: Vec<Arc<AtomicBitmap>>,
-    /// Pages that were seen in the rings since the last harvest of the engine, and that no sender
-    /// has protected since.
-    seen: Found,
     allowance: Allowance,
     control: Control,
     /// True while a tracker is started.
@@ -127,10 +124,9 @@ impl DirtyRings {
         let rings = vcpus.iter().map(|vcpu| DirtyRing::map(*vcpu, entries)).collect::<Result<Vec<_>, _>>();
         let rings = rings.map_err(TrackerError::Unavailable)?;
         let count = rings.len();
-        let core = Core::new(Host { vm, entries, rings }, count, by_slot(maps.clone()));
+        let core = Core::new(Host { vm, entries, rings }, count, (by_slot(maps.clone()), by_slot(empty())));
         Ok(Self(Arc::new(RingState {
             core,
-            seen: by_slot(empty()),
             allowance: Allowance::default(),
             slots,
             maps,

@@ -121,7 +121,8 @@ impl Known {
             // A pass of the migration harvests every ring, so the trial has no result.
             self.trying = false;
         }
-        let passed = view.harvested + u64::from(view.used);
+        // Less than before if another thread has taken the entries and not counted them yet.
+        let passed = (view.harvested + u64::from(view.used)).max(self.passed);
         if seconds >= LEAST_INTERVAL {
             let latest = passed.saturating_sub(self.passed) as f64 / seconds;
             let keep = 0.5_f64.powf(seconds / HALF_LIFE_SECONDS);

@@ -23,9 +23,14 @@ fn nanos(time: Duration) -> u64 {
 }
 
 impl Counters {
-    pub(crate) fn harvested(&self, pages: u64, at: Duration) {
-        self.harvests.fetch_add(1, Relaxed);
+    /// Counts `pages` whose entries were taken from the ring.
+    pub(crate) fn taken(&self, pages: u64) {
         self.pages.fetch_add(pages, Relaxed);
+    }
+
+    /// Counts a harvest that was complete at the time `at`.
+    pub(crate) fn harvested(&self, at: Duration) {
+        self.harvests.fetch_add(1, Relaxed);
         self.emptied_ns.store(nanos(at), Relaxed);
     }
 

@@ -162,7 +162,8 @@ impl RingState {
             forget(Some(&**map), slot.returned_pages.as_deref());
             forget(slot.marks.as_deref(), slot.returned_pages.as_deref());
         }
-        self.seen.clear();
+        self.core.seen().clear();
+        self.allowance.begin();
         self.slots.iter().try_for_each(|slot| self.log(slot, true))
     }
 
@@ -204,8 +205,6 @@ impl DirtyTracker for RingTracker {
         let harvested = self.shared().core().harvest_every();
         self.in_kernel = Some(began.elapsed());
         let shared = self.shared();
-        // All pages that were seen in the rings are in the maps now.
-        shared.seen.clear();
         shared.allowance.begin();
         for (slot, entered) in shared.slots.iter().zip(&shared.maps) {
             let map = map_of(dirty, slot.region(), slot.pages())?;
@@ -261,7 +260,7 @@ impl Protect for RingState {
         };
         self.allowance.add(wanted().map(|(_, pages)| u64::from(pages.count_ones())).sum());
         let may_harvest = |entries| self.allowance.take(entries);
-        self.core().discard(&self.seen, position, wanted, may_harvest, |index, discarded| {
+        self.core().discard(position, wanted, may_harvest, |index, discarded| {
             if let Some(returned_pages) = &slot.returned_pages {
                 let first = index as u64 * 64;
                 for page in (0..64).filter(|page| discarded >> page & 1 == 1) {
