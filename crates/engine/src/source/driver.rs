@@ -649,11 +649,11 @@ impl<'e> Driver<'_, 'e> {
         let Some(adapter) = self.adapter.as_mut().filter(|adapter| runs_here && adapter.is_due(now)) else {
             return;
         };
-        let waited = self.guest.run_delays();
-        let limit = match waited.is_empty() {
+        let waits = self.guest.run_delays();
+        let limit = match waits.is_empty() {
             // The VMM does not tell, so the first limit stays.
             true => adapter.limit(),
-            false => adapter.decide(now, waited.iter().sum(), self.context.idle.now(now)),
+            false => adapter.decide(now, &waits, self.context.idle.now(now)),
         };
         let figures = adapter.figures();
         self.limit_senders(Some(limit));

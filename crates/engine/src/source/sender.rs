@@ -316,7 +316,10 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         }
         let mut from = 0;
         while let Some((chunk, map)) = pages.next_chunk(position, when, from, self.index, &mut mine)? {
-            if let Some(turn) = turn {
+            if let Some(turn) = turn.filter(|turn| turn.is_surplus()) {
+                // A page must not change between its digest and its transfer, and the time that a
+                // frame takes must not include the wait.
+                self.flush(FrameKind::Pages, region.id, pass)?;
                 turn.renew();
             }
             if self.shared.stop.load(Ordering::Relaxed) {

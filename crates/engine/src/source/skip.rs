@@ -432,9 +432,14 @@ impl Skipping {
             return Ok(0);
         }
         // The pages are in no set now, and no other thread protects or reads them. They are
-        // returned even if the protection fails.
+        // returned even if the protection fails. A tracker that need not protect them would only
+        // discard writes to pages that are not read next, so it is not asked.
+        let protect_mine = || match protect.is_needed() {
+            true => protect_run(protect, id, chunk, &self.mine),
+            false => Ok(()),
+        };
         #[cfg(not(test))]
-        let protected = protect_run(protect, id, chunk, &self.mine);
+        let protected = protect_mine();
         #[cfg(test)]
         let protected = match self.flaw {
             Flaw::ProtectsLate => Ok(()),
@@ -442,7 +447,7 @@ impl Skipping {
                 Candidates::All => protect.protect(id, chunk, &Bitmap::full(len)),
                 Candidates::Named(worth) => protect.protect(id, chunk, worth.region(id).unwrap()),
             },
-            _ => protect_run(protect, id, chunk, &self.mine),
+            _ => protect_mine(),
         };
         for at in words {
             pass.postpone(position, at * 64, self.mine.word(index(at)));

@@ -84,6 +84,7 @@ pub(super) fn pace<'e>(
         settings::BulkLimit::Auto => find_pace(context, channels, Arc::clone(claims)),
     };
     if let Err(error) = paced {
+        release(&channels.bulk);
         tracing::warn!("pages are sent without rate control, so page requests may take longer: {error}");
     }
 }
@@ -92,6 +93,15 @@ fn hold_to(streams: &[Arc<Stream>], rate: u64, claims: &Claims) -> io::Result<()
     let each = rate / (streams.len() as u64).max(1);
     fit(streams, claims, rate);
     streams.iter().try_for_each(|stream| tcp::set_max_pacing_rate(stream.as_fd(), each.max(1)))
+}
+
+/// Ends the limits of the bulk channels, because their rate is not controlled any more.
+fn release(streams: &[Arc<Stream>]) {
+    for stream in streams {
+        // A socket of a link that was lost needs no limit.
+        let _ = tcp::set_max_pacing_rate(stream.as_fd(), u64::MAX);
+        let _ = tcp::set_unsent_limit(stream.as_fd(), u32::MAX);
+    }
 }
 
 /// Starts the thread that controls the rate.
@@ -108,10 +118,13 @@ fn find_pace<'e>(
         // A local socket has no queue on its path except the one that the receiver empties.
         return Ok(());
     }
+    // The sockets are limited before the bulk threads begin, so that no queue forms in them before
+    // the first decision.
+    hold_to(&streams, Controller::new().pace(), &claims)?;
+    let limited = streams.clone();
     let work = move || {
         vmferry_thread::scheduling::prefer_latency();
-        fit(&streams, &claims, Controller::new().pace());
-        let bulk = TcpBulk::new(fds(&streams), fds(&urgent), || claims.left() > 0);
+        let bulk = TcpBulk::of_fitted(fds(&streams), fds(&urgent), || claims.left() > 0);
         let paced = bulk.and_then(|bulk| {
             let mut pace = RateControl::new(ProbeChannel(probe, 0), bulk);
             let (mut fitted, mut sequential) = (0, false);
@@ -129,10 +142,15 @@ fn find_pace<'e>(
             ended
         });
         context.handle.counters.add_thread_cpu();
-        if let Err(error) = paced {
+        if let Err(error) = &paced {
             tracing::debug!("the rate control ended: {error}");
         }
+        paced.is_ok()
     };
-    let work = || shielded("the rate control failed, so pages are sent without it", work);
+    let work = move || {
+        if !shielded("the rate control failed, so pages are sent without it", work) {
+            release(&limited);
+        }
+    };
     vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, "source-pace", channels.scope, work).map(drop)
 }

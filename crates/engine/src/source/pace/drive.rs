@@ -235,13 +235,24 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
         urgent: impl IntoIterator<Item = BorrowedFd<'a>>,
         wanting: W,
     ) -> io::Result<Self> {
+        let bulk = Self::of_fitted(sockets, urgent, wanting)?;
+        bulk.channels.iter().try_for_each(|channel| tcp::set_unsent_limit(channel.socket, UNSENT))?;
+        Ok(bulk)
+    }
+
+    /// Creates the bulk channels from `sockets` whose unsent bytes the caller limits. Otherwise the
+    /// same as [`new`](Self::new).
+    pub(crate) fn of_fitted(
+        sockets: impl IntoIterator<Item = BorrowedFd<'a>>,
+        urgent: impl IntoIterator<Item = BorrowedFd<'a>>,
+        wanting: W,
+    ) -> io::Result<Self> {
         let channel = |socket: BorrowedFd<'a>| {
             let acknowledged = tcp::bytes_acknowledged(socket)?
                 .ok_or_else(|| io::Error::other("this kernel does not count acknowledged bytes"))?;
             Ok(Channel { socket, acknowledged })
         };
         let channels = sockets.into_iter().map(channel).collect::<io::Result<Vec<_>>>()?;
-        channels.iter().try_for_each(|channel| tcp::set_unsent_limit(channel.socket, UNSENT))?;
         let urgent = urgent.into_iter().map(channel).collect::<io::Result<_>>()?;
         let (urgent_rate, counted) = (0.0, Instant::now());
         Ok(TcpBulk { channels, urgent, urgent_rate, counted, rate: 0, pacing_rate: 0, wanting })
