@@ -11,6 +11,7 @@ use crate::vm::caught_io;
 use socket2::Socket;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{
@@ -32,11 +33,15 @@ pub(crate) struct Dialer<'a> {
     settings: &'a Settings,
     /// Connection that carries all channels, if the connector has provided one.
     carrier: Mutex<Option<Carrier>>,
+    /// True after a hello on that connection had no answer. The connection may be dead without an
+    /// error of its socket, or may only be slow. Therefore the connector is asked for another one,
+    /// and without another one, the connection is used again.
+    doubtful: AtomicBool,
 }
 
 impl<'a> Dialer<'a> {
     pub(crate) fn new(connector: &'a dyn Connect, settings: &'a Settings) -> Self {
-        Self { connector, settings, carrier: Mutex::default() }
+        Self { connector, settings, carrier: Mutex::default(), doubtful: AtomicBool::new(false) }
     }
 
     /// Returns the target's name for messages.
@@ -100,9 +105,11 @@ impl<'a> Dialer<'a> {
         let mut stream = stream.map_err(|source| MigrateError::Connect { uri: uri.clone(), source })?;
         if let Some(tls) = tls {
             let encrypted = stream.encrypt_to(tls, self.connector.host(), timeout);
+            let encrypted = encrypted.inspect_err(|_| self.doubtful.store(true, Ordering::Relaxed));
             encrypted.map_err(|source| MigrateError::Tls { uri: uri.clone(), source })?;
         }
         let reply = say_hello(&stream, hello, timeout).map_err(|source| {
+            self.doubtful.store(true, Ordering::Relaxed);
             let uri = uri.clone();
             // The source learns whether the target accepts its certificate only when it reads from
             // the connection. Therefore an error of the exchange may be an error of TLS.
@@ -112,6 +119,7 @@ impl<'a> Dialer<'a> {
                 _ => MigrateError::Hello { uri, source },
             }
         })?;
+        self.doubtful.store(false, Ordering::Relaxed);
         let reply = check_reply(&reply, hello, &uri)?;
         if reply.features & !hello.features != 0 {
             return Err(MigrateError::RefusedHello {
@@ -128,17 +136,22 @@ impl<'a> Dialer<'a> {
     /// channels, or a new connection.
     fn socket(&self, hello: &Hello, handle: Option<&MigrationHandle>) -> Result<Socket, MigrateError> {
         let mut carrier = self.carrier.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(carrier) = &*carrier {
-            match carrier.open() {
-                // The connection has ended, and the connector may provide another one.
-                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-                lane => return self.ready(lane.map_err(|source| self.unusable(source))?, handle),
-            }
+        if !self.doubtful.load(Ordering::Relaxed)
+            && let Some(lane) = self.lane(carrier.as_ref())?
+        {
+            return self.ready(lane, handle);
         }
-        *carrier = None;
         let attempt = Attempt::new((hello.role, hello.index), self.settings, handle);
         // A panic of the connector must not end a migration whose guest needs this process.
-        match caught_io(|| self.connector.connect(&attempt)).map_err(|error| self.unreachable(error))? {
+        let connected = match caught_io(|| self.connector.connect(&attempt)) {
+            Ok(connected) => connected,
+            Err(error) => match self.lane(carrier.as_ref()) {
+                Ok(Some(lane)) => return self.ready(lane, handle),
+                _ => return Err(self.unreachable(error)),
+            },
+        };
+        *carrier = None;
+        match connected {
             Connected::Channel(descriptor) => self.accepted(descriptor, handle),
             Connected::All(descriptor) => {
                 let link = self.accepted(descriptor, handle)?;
@@ -146,6 +159,14 @@ impl<'a> Dialer<'a> {
                 let lane = agreed.open().map_err(|source| self.unusable(source))?;
                 self.ready(lane, handle)
             }
+        }
+    }
+
+    /// Returns a new lane of `carrier`; `None` if there is no such connection, or it has ended.
+    fn lane(&self, carrier: Option<&Carrier>) -> Result<Option<Socket>, MigrateError> {
+        match carrier.map(Carrier::open).transpose() {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(None),
+            lane => lane.map_err(|source| self.unusable(source)),
         }
     }
 

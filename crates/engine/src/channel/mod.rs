@@ -49,7 +49,7 @@ pub use acceptor::Accept;
 pub use carrier::drive_lanes;
 pub(crate) use connect::Dialer;
 pub use connector::{Attempt, ChannelCounts, Connect, Connected};
-pub(crate) use control::{read_message, send_message};
+pub(crate) use control::{read_message, read_message_within, send_message};
 pub(crate) use descriptors::{passes_descriptors, read_message_with, send_message_with};
 pub(crate) use iobuf::IoBuf;
 pub use listen::Listener;

@@ -142,10 +142,12 @@ impl RawStream {
     }
 
     /// Fills all of `bufs`. The content of `bufs` is used up. Returns `UnexpectedEof` if the peer
-    /// ends the stream before all of `bufs` is filled.
-    pub(super) fn receive(&self, mut bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
+    /// ends the stream before all of `bufs` is filled. If there is a `deadline`, returns `TimedOut`
+    /// at that time, and changes the receive timeout.
+    pub(super) fn receive(&self, mut bufs: &mut [IoBuf<'_>], deadline: Option<Instant>) -> io::Result<()> {
         while let Some(rest) = skip_empty(bufs) {
             bufs = rest;
+            deadline.map_or(Ok(()), |deadline| self.receive_until(deadline))?;
             match self.call(bufs, libc::MSG_WAITALL, recvmsg) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(received) => consume(bufs, received),
@@ -253,13 +255,6 @@ impl RawStream {
                 Err(_) => interrupted(io::Error::last_os_error()).map_err(timed_out)?,
             }
         }
-    }
-
-    /// Receives the bytes that are available, at least one. Returns `TimedOut` at `deadline`.
-    /// Changes the receive timeout.
-    pub(super) fn receive_some_before(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
-        self.receive_until(deadline)?;
-        self.receive_some(bytes)
     }
 
     /// Sets the receive timeout so that the next receive waits until `deadline`. Returns `TimedOut`

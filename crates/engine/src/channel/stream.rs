@@ -108,8 +108,17 @@ impl Stream {
     /// stream before.
     pub(crate) fn receive(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
         match &self.records {
-            None => self.raw.receive(bufs),
+            None => self.raw.receive(bufs, None),
             Some(records) => records.receive(bufs, &self.raw, None),
+        }
+    }
+
+    /// Like [`receive`](Self::receive), but fails at `deadline`, even if the peer sends slowly but
+    /// continuously. Changes the receive timeout.
+    pub(crate) fn receive_before(&self, bufs: &mut [IoBuf<'_>], deadline: Instant) -> io::Result<()> {
+        match &self.records {
+            None => self.raw.receive(bufs, Some(deadline)),
+            Some(records) => records.receive(bufs, &self.raw, Some(deadline)),
         }
     }
 
@@ -182,16 +191,7 @@ impl Stream {
     /// Fills `bytes`, and fails after the time `within`, even if the peer sends slowly but
     /// continuously. Changes the receive timeout.
     pub(crate) fn receive_bytes_within(&self, bytes: &mut [u8], within: Duration) -> io::Result<()> {
-        let deadline = after(within);
-        if let Some(records) = &self.records {
-            let mut bufs = [IoBuf::from_bytes_mut(bytes)];
-            return records.receive(&mut bufs, &self.raw, Some(deadline));
-        }
-        let mut received = 0;
-        while let Some(rest) = bytes.get_mut(received..).filter(|rest| !rest.is_empty()) {
-            received += self.raw.receive_some_before(rest, deadline)?;
-        }
-        Ok(())
+        self.receive_before(&mut [IoBuf::from_bytes_mut(bytes)], after(within))
     }
 }
 

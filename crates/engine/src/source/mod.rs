@@ -112,17 +112,19 @@ pub fn migrate(
         ..Report::default()
     };
     handle.begin(clock.began, known.clone());
-    let control = match open_control(&dialer, settings, migration, handle) {
+    let usable = |control: &Stream| {
+        if local && let Err(why) = takes_memory(&dialer, control) {
+            return Err(MigrateError::NotLocal { uri: dialer.name(), why });
+        }
+        check_streams(&streams, control.features)
+    };
+    let control = match open_control(&dialer, settings, migration, (handle, usable)) {
         Err(why @ MigrateError::Cancelled { .. }) => {
             handle.update(|progress| progress.state = MigrationState::Cancelled);
             return Ok(cancelled(known, &why, &clock));
         }
         control => control?,
     };
-    if local && let Err(why) = takes_memory(&dialer, &control) {
-        return Err(MigrateError::NotLocal { uri: dialer.name(), why });
-    }
-    check_streams(&streams, control.features)?;
     let encodes = !local && control.features & FEATURE_SEGMENTS != 0;
     let codecs = encodes.then(|| codecs(settings, vm.memory().layout()));
     let cache_limit = codecs.and_then(|codecs| codecs.cache_limit(settings.channels));
@@ -257,12 +259,13 @@ fn open_control(
     dialer: &Dialer<'_>,
     settings: &Settings,
     migration: MigrationId,
-    handle: &MigrationHandle,
+    (handle, usable): (&MigrationHandle, impl Fn(&Stream) -> Result<(), MigrateError>),
 ) -> Result<Stream, MigrateError> {
     // The register is opened before the hello. The target's time limit for announcing a guest
     // starts at the hello, and an arbiter may take longer than that limit.
     settings.arbiter.iter().try_for_each(|arbiter| arbiter.open(migration)).map_err(MigrateError::Arbiter)?;
-    dialer.open((migration, Role::Control, 0, Token::NONE), Some(handle)).inspect_err(|_| {
+    let control = dialer.open((migration, Role::Control, 0, Token::NONE), Some(handle));
+    control.and_then(|control| usable(&control).map(|()| control)).inspect_err(|_| {
         // No target reads the register of a guest that was never announced.
         if let Some(arbiter) = &settings.arbiter {
             ArbiterClient::new(Arc::clone(arbiter), migration).close();

@@ -15,7 +15,7 @@ use super::channels::Link;
 use super::inbox::{self, Inbox, Sources};
 use super::postcopy::PostcopyReceiver;
 use super::session::{Action, Event, Outcome, Session};
-use super::{Arrival, ReceiveFailure, Received};
+use super::{Arrival, MOST_WAITING, ReceiveFailure, Received};
 use crate::MigrateError;
 use crate::arbiter::{ArbiterAnswer, ArbiterClient, ArbiterRequest};
 use crate::channel::{Greeted, accept, answer, send_message};
@@ -88,7 +88,7 @@ impl<'a> Driver<'a> {
         let memory = vm.memory();
         let hello = incoming.hello.clone();
         let handover = Handover::new(memory.layout());
-        let link = Link::new(attempt, incoming, sender.clone(), memory)?.knowing(arrival.known_pages.clone());
+        let link = Link::new(attempt, incoming, sender.clone(), memory)?.knowing(arrival.known().clone());
         let wants_costs = hello.features & FEATURE_COSTS != 0;
         let load = if wants_costs { vm.expected_load() } else { None };
         let wants_trial = hello.features & FEATURE_TRIAL != 0 && vm.wants_trial();
@@ -378,8 +378,12 @@ impl<'a> Driver<'a> {
     fn keep(&mut self, incoming: Greeted) {
         // A source with a guest ends the wait for others. Other channels belong to an attempt that
         // has ended and are dropped.
-        if incoming.hello.role == Role::Control && self.waiting.len() < 16 {
-            self.waiting.push(incoming);
+        if incoming.hello.role != Role::Control {
+            return;
+        }
+        match self.waiting.len() < MOST_WAITING {
+            true => self.waiting.push(incoming),
+            false => super::refuse(&incoming, RefusalCode::Busy),
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::driver::{Announcement, Driver};
 use super::inbox::SETUP_TIMEOUT;
 use super::{Arrival, ReceiveFailure, Received, Taken, each_source};
-use crate::channel::{Greeted, Listener, accept, read_message, send_message};
+use crate::channel::{Greeted, Listener, accept, read_message_within, send_message};
 use crate::clock::Clock;
 use crate::heartbeat::Heartbeat;
 use crate::vm::warn_if_panics_abort;
@@ -66,12 +66,12 @@ impl Incoming {
         accept(stream, &connection.hello, has).map_err(lost)?;
         let (clock, mut description) = (Clock::start(), Vec::new());
         loop {
-            // The total time is limited, because a source could send pings for ever.
+            // The total time is limited, because a source could send pings, or a message byte by
+            // byte, for ever.
             let Some(left) = clock.until(SETUP_TIMEOUT) else {
                 return Err(format!("the source announced no guest within {SETUP_TIMEOUT:?}"));
             };
-            stream.set_timeouts(Some(left), Some(left)).map_err(lost)?;
-            match read_message(stream).map_err(lost)? {
+            match read_message_within(stream, left).map_err(lost)? {
                 ToTarget::Ping(number) => {
                     send_message(stream, &ToSource::Pong(number), left)
                         .map_err(|failed| lost(failed.error))?;
@@ -122,8 +122,7 @@ impl Incoming {
         // Closing a socket with unread bytes would discard the refusal.
         let (clock, deadline) = (Clock::start(), Duration::from_secs(1));
         while let Some(left) = clock.until(deadline)
-            && stream.set_timeouts(Some(left), Some(left)).is_ok()
-            && read_message::<ToTarget>(stream).is_ok()
+            && read_message_within::<ToTarget>(stream, left).is_ok()
         {}
     }
 
@@ -153,9 +152,6 @@ impl Incoming {
                 Err(error) => Taken::Done(Err(error.into())),
             }
         });
-        received.map(|((received, postcopy), queue)| Received {
-            postcopy: postcopy.map(|postcopy| postcopy.with(queue, arrival.peer_timeout)),
-            ..received
-        })
+        received.map(|taken| super::arrived(taken, arrival))
     }
 }

@@ -18,8 +18,9 @@ use vmferry_wire::{RefusalCode, Request};
 
 /// Maximum number of channels that are measured at the same time, of all peers together.
 const MOST_CHANNELS: usize = 8;
-/// Maximum duration of one measurement. The next constant is the maximum silence of its peer.
+/// Maximum duration of one measurement.
 const LONGEST: Duration = Duration::from_secs(10);
+/// Maximum time for which the peer does not take an answer.
 const SILENCE: Duration = Duration::from_secs(2);
 /// Maximum number of bytes of one measurement.
 const MOST_BYTES: usize = 256 << 20;
@@ -59,7 +60,7 @@ impl Measuring {
 
 /// Receives frames, and confirms each barrier after all frames before it.
 fn serve(stream: &Stream) -> Result<(), ReceiveError> {
-    stream.set_timeouts(Some(SILENCE), Some(SILENCE))?;
+    stream.set_timeouts(None, Some(SILENCE))?;
     let scratch = Scratch::new().map_err(io::Error::other)?;
     let arrivals = Arrivals::new(scratch.memory());
     let bounded = Bounded { stream, until: Instant::now() + LONGEST, left: Cell::new(MOST_BYTES) };
@@ -87,6 +88,6 @@ impl FrameSource for Bounded<'_> {
             )));
         };
         self.left.set(left);
-        self.stream.fill(bufs)
+        self.stream.receive_before(bufs, self.until)
     }
 }

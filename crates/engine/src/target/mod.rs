@@ -45,10 +45,13 @@ use session::Outcome;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vmferry_core::TargetVm;
-use vmferry_wire::{FEATURE_LOCAL_MEMORY, Hello, Refusal, RefusalCode, Role, arbiter_digest};
+use vmferry_wire::{FEATURE_LOCAL_MEMORY, Hello, Refusal, RefusalCode, Role, Token, arbiter_digest};
+
+/// Most sources that wait until the attempt of another source has ended. Further ones are refused.
+const MOST_WAITING: usize = 16;
 
 /// Settings of a wait for a guest, and the means to stop the wait.
 ///
@@ -61,7 +64,8 @@ pub struct Arrival {
     peer_timeout: Duration,
     stay_awake: bool,
     arbiter: Option<Arc<dyn Arbiter>>,
-    known_pages: Option<Arc<KnownPages>>,
+    /// Files with pages, until a guest has arrived.
+    known_pages: Mutex<Option<Arc<KnownPages>>>,
     local_memory: bool,
     undecided: Mutex<Option<String>>,
     wakers: Wakers,
@@ -80,7 +84,7 @@ impl Arrival {
             peer_timeout,
             stay_awake: true,
             arbiter: None,
-            known_pages: None,
+            known_pages: Mutex::default(),
             local_memory: false,
             undecided: Mutex::default(),
             wakers: Wakers::default(),
@@ -109,10 +113,11 @@ impl Arrival {
     /// default is `None`.
     ///
     /// A source of an earlier version sends all pages nevertheless. The files have no effect on
-    /// pages that are sent after the first pass, or in postcopy.
+    /// pages that are sent after the first pass, or in postcopy. When a guest has arrived, they are
+    /// dropped.
     #[must_use]
     pub fn known_pages(self, known_pages: Option<Arc<KnownPages>>) -> Self {
-        Self { known_pages: known_pages.filter(|known| known.pages() > 0), ..self }
+        Self { known_pages: Mutex::new(known_pages.filter(|known| known.pages() > 0)), ..self }
     }
 
     /// Sets whether the target takes over the memory of a source on the same host that offers it
@@ -127,11 +132,15 @@ impl Arrival {
         Self { local_memory: takes, ..self }
     }
 
+    fn known(&self) -> MutexGuard<'_, Option<Arc<KnownPages>>> {
+        self.known_pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Returns the features of this target that depend on its settings, for a source on `control`.
     fn features(&self, control: &Stream, hello: &Hello) -> TargetFeatures {
         let asked = hello.features & FEATURE_LOCAL_MEMORY != 0;
         let local_memory = asked && self.local_memory && passes_descriptors(control).is_ok();
-        TargetFeatures { known_pages: self.known_pages.is_some(), local_memory }
+        TargetFeatures { known_pages: self.known().is_some(), local_memory }
     }
 
     /// Returns the reason why the owner of the guest is unknown, or `None` if the owner is known.
@@ -269,10 +278,17 @@ pub fn receive(
     each_source(listener, arrival, None, |queue, attempt, source| {
         Taken::of(Driver::run(vm, arrival, queue, attempt, source, None))
     })
-    .map(|((received, postcopy), queue)| Received {
-        postcopy: postcopy.map(|postcopy| postcopy.with(queue, arrival.peer_timeout)),
-        ..received
-    })
+    .map(|taken| arrived(taken, arrival))
+}
+
+/// Returns the result of a guest that has arrived.
+fn arrived(
+    ((received, postcopy), queue): ((Received, Option<PostcopyReceiver>), Queue),
+    arrival: &Arrival,
+) -> Received {
+    // Closes the files: their pages are used only in the first pass.
+    *arrival.known() = None;
+    Received { postcopy: postcopy.map(|postcopy| postcopy.with(queue, arrival.peer_timeout)), ..received }
 }
 
 /// Queue of the reports of threads.
@@ -353,6 +369,11 @@ fn each_source<T>(
                 refuse(&source, RefusalCode::Token);
                 continue;
             }
+            if source.hello.token != Token::NONE {
+                // The source of a migration whose target process has ended takes up its link here.
+                refuse(&source, RefusalCode::Token);
+                continue;
+            }
             if !arrival.same_arbiter(&source.hello) {
                 refuse(&source, RefusalCode::Fence);
                 continue;
@@ -360,7 +381,11 @@ fn each_source<T>(
             attempts += 1;
             match take((&sender, &inputs), attempts, source) {
                 Taken::Done(result) => break result,
-                Taken::Refused(others) => waiting.extend(others),
+                Taken::Refused(others) => {
+                    waiting.extend(others);
+                    let room = MOST_WAITING.min(waiting.len());
+                    waiting.drain(room..).for_each(|source| refuse(&source, RefusalCode::Busy));
+                }
             }
         };
         drop(over);

@@ -11,12 +11,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_engine::{
     Accept, Arrival, Attempt, ChannelCounts, ChannelRole, Connect, Connected, Listener, MigrateError,
     MigrationHandle, MigrationMode, MigrationState, ReceiveFailure, Settings, Uri, migrate, receive,
 };
-use vmferry_testkit::{Need, skip, wait};
+use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 /// Passes the far end of each connection that the source's connector makes to the target's
 /// acceptor, like a management daemon.
@@ -178,6 +178,90 @@ fn lost_link_is_taken_up_over_new_connections_of_the_connector() {
         assert!(again >= 2, "the connector was not asked again: {asked:?}");
         assert!(ended.sent.unwrap().interruptions >= 1);
     }
+}
+
+/// Passes bytes between two sockets, except while the result is true. Meanwhile, both sockets are
+/// open and silent, as on a path that loses all packets.
+fn wire(near: &UnixStream, far: &UnixStream) -> io::Result<Arc<AtomicBool>> {
+    let silent = Arc::new(AtomicBool::new(false));
+    for (from, to) in [(near, far), (far, near)] {
+        let (mut from, mut to, silent) = (from.try_clone()?, to.try_clone()?, Arc::clone(&silent));
+        from.set_read_timeout(Some(Duration::from_millis(20)))?;
+        std::thread::spawn(move || {
+            let (mut bytes, began) = ([0; 1 << 16], Instant::now());
+            while began.elapsed() < PATIENCE {
+                let read = from.read(&mut bytes);
+                while silent.load(Ordering::Acquire) && began.elapsed() < PATIENCE {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                match read {
+                    Ok(count) if count > 0 && to.write_all(&bytes[..count]).is_ok() => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    _ => break,
+                }
+            }
+            let _ = to.shutdown(Shutdown::Write);
+        });
+    }
+    Ok(silent)
+}
+
+/// Moves a guest by postcopy over one connection for all channels. The connection is silent from
+/// the start of the guest on: for six seconds, or until the end if the connector `has_another`.
+fn over_a_silent_connection(has_another: bool) {
+    let daemon = Daemon::new(true);
+    let listener = daemon.listener();
+    let mut source = Toy::new(Options { demand_paging: true, ..Options::default() }, true);
+    let mut target = source.target();
+    let settings = Settings {
+        mode: MigrationMode::Postcopy,
+        // Most of the memory is missing when the connection becomes silent.
+        max_bandwidth: Some(2 << 20),
+        // Longer than a thread pauses on a busy host.
+        peer_timeout: Duration::from_secs(4),
+        reconnect_for: PATIENCE,
+        ..quick()
+    };
+    let wires = Mutex::new(Vec::new());
+    let near = By(|_: &Attempt<'_>| {
+        let mut wires = wires.lock().unwrap();
+        if !has_another && !wires.is_empty() {
+            return Err(io::Error::other("there is no other connection"));
+        }
+        let ((here, near), (far, there)) = (UnixStream::pair()?, UnixStream::pair()?);
+        wires.push(wire(&near, &far)?);
+        daemon.give(Ok(Some(there.into())));
+        Ok(Connected::All(here.into()))
+    });
+    let handle = MigrationHandle::new();
+    let ended = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            wait("the guest to run on the target", || handle.progress().runs_on_target);
+            let first = Arc::clone(&wires.lock().unwrap()[0]);
+            first.store(true, Ordering::Release);
+            if !has_another {
+                std::thread::sleep(Duration::from_secs(6));
+                first.store(false, Ordering::Release);
+            }
+        });
+        attempt(&mut source, &mut target, &listener, &near, &settings, &handle)
+    });
+    check_owner(&source, &target, &ended);
+    assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
+    assert!(target.works());
+    assert_eq!(target.lost(), [], "the guest misses pages");
+    assert!(ended.sent.unwrap().interruptions >= 1, "the silence was not noticed");
+    assert_eq!(wires.lock().unwrap().len() > 1, has_another, "connections of the connector");
+}
+
+#[test]
+fn connection_of_all_channels_that_is_silent_is_replaced() {
+    over_a_silent_connection(true);
+}
+
+#[test]
+fn connection_of_all_channels_that_was_silent_is_used_again_if_there_is_no_other() {
+    over_a_silent_connection(false);
 }
 
 #[test]

@@ -56,6 +56,9 @@ fn other_programs_are_refused_and_the_target_waits_on() {
         assert_eq!(connect_with(uri, &newer).1, Some(RefusalCode::Version));
         let fancy = Hello { features: 1 << 60, ..hello(Role::Control, 0, Token::NONE) };
         assert_eq!(connect_with(uri, &fancy).1, Some(RefusalCode::Feature));
+        // The source of a migration to a process that has ended takes up its link.
+        let (mut control, refused) = connect_with(uri, &hello(Role::Control, 0, Token([1; 16])));
+        assert!(refused == Some(RefusalCode::Token) && closed(&mut control));
         let (mut bulk, refused) = connect_with(uri, &hello(Role::Bulk, 0, Token([1; 16])));
         assert!(refused == Some(RefusalCode::Token) && closed(&mut bulk));
         // `http` and the silent connection stay open while the real source connects.
