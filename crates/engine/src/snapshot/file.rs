@@ -11,13 +11,16 @@ use vmferry_wire::MigrationId;
 #[derive(Debug)]
 pub(super) struct NewFile {
     file: File,
+    /// Folder of the file, which must be synced after the file got its name.
+    folder: File,
     partial: PathBuf,
     path: PathBuf,
     named: bool,
 }
 
 impl NewFile {
-    /// Creates the temporary file in the folder of `path`. Fails if `path` exists.
+    /// Creates the temporary file in the folder of `path`. Fails if `path` exists, or if the folder
+    /// cannot be opened.
     pub(super) fn create(path: &Path, id: MigrationId) -> io::Result<Self> {
         if path.symlink_metadata().is_ok() {
             return Err(already_exists());
@@ -25,9 +28,14 @@ impl NewFile {
         let mut name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
         name.push(format!(".partial-{id}"));
         let partial = path.with_file_name(name);
+        let folder = File::open(folder(path)).map_err(|error| {
+            let why =
+                format!("its folder cannot be opened, so that its name might not reach the disk: {error}");
+            io::Error::new(error.kind(), why)
+        })?;
         // Readable by its owner only, because the file contains the memory of a guest.
         let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(&partial)?;
-        Ok(Self { file, partial, path: path.to_owned(), named: false })
+        Ok(Self { file, folder, partial, path: path.to_owned(), named: false })
     }
 
     /// Returns the file.
@@ -40,14 +48,17 @@ impl NewFile {
         self.file.sync_all()
     }
 
-    /// Gives the file its final name, without replacing another file.
+    /// Gives the file its final name, without replacing another file, and waits until the name has
+    /// reached the disk. If it does not, the file is removed.
     pub(super) fn name(&mut self) -> io::Result<()> {
         give_name(&self.partial, &self.path)?;
         self.named = true;
-        // Some network file systems cannot sync a directory. The directory then still has the
-        // entry.
-        let _ = File::open(folder(&self.path)).and_then(|folder| folder.sync_all());
-        Ok(())
+        match self.folder.sync_all() {
+            // Some network file systems cannot sync a folder. The folder then has the entry
+            // already.
+            Err(error) if !cannot_sync(&error) => Err(self.removed(&error)),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -57,6 +68,25 @@ impl Drop for NewFile {
             let _ = std::fs::remove_file(&self.partial);
         }
     }
+}
+
+impl NewFile {
+    /// Removes the file, because its name may not have reached the disk. Returns the error for the
+    /// operator.
+    fn removed(&self, why: &io::Error) -> io::Error {
+        let left = match std::fs::remove_file(&self.path) {
+            Ok(()) => String::new(),
+            Err(error) => format!(
+                "; the file could not be removed ({error}): do not restore it, because the guest has gone on"
+            ),
+        };
+        io::Error::new(why.kind(), format!("its name may not have reached the disk: {why}{left}"))
+    }
+}
+
+/// Returns true if `error` means that the file system does not sync folders at all.
+fn cannot_sync(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTSUP | libc::ENOSYS))
 }
 
 fn already_exists() -> io::Error {

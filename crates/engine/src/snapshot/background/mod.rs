@@ -455,7 +455,11 @@ impl<'a> Snapshot<'a> {
             match self.protection.next_write(shard, LOOK) {
                 Ok(None) => {}
                 Ok(Some(fault)) => {
-                    if let Err(error) = self.fault(fault) {
+                    // Once the copies are stopped, the snapshot has all pages or has failed
+                    // already, and memory is no longer registered.
+                    if let Err(error) = self.fault(fault)
+                        && !self.copies.stopped()
+                    {
                         self.fail(error);
                     }
                 }
