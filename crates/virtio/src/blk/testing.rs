@@ -49,6 +49,8 @@ pub(crate) struct FileDisk {
     pub(crate) fail: AtomicBool,
     /// True if no operation has to wait for storage.
     pub(crate) cached: AtomicBool,
+    /// True if an operation that must not wait passes the gate, and then has to wait for storage.
+    pub(crate) undecided: AtomicBool,
     open: Mutex<bool>,
     opened: Condvar,
     /// Number of requests that wait at the gate.
@@ -116,6 +118,9 @@ impl Disk for FileDisk {
     }
 
     fn write_at_once<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> bool {
+        if self.undecided.load(Ordering::Relaxed) {
+            return self.pass().is_err();
+        }
         self.cached.load(Ordering::Relaxed) && self.write(offset, from).is_ok()
     }
 
@@ -191,6 +196,7 @@ impl DiskGuest {
             calls: Mutex::default(),
             fail: false.into(),
             cached: false.into(),
+            undecided: false.into(),
             open: Mutex::new(true),
             opened: Condvar::new(),
             waiting: 0.into(),

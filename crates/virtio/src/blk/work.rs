@@ -87,7 +87,7 @@ pub struct BlkWork {
     state: Mutex<State>,
     /// Signalled when a request was queued or the work ends.
     wanted: Condvar,
-    /// Signalled when a request is done.
+    /// Signalled when a request is done or dropped.
     idle_again: Condvar,
     pub(super) write_through: AtomicBool,
     pub(super) metrics: Metrics,
@@ -219,6 +219,12 @@ impl BlkWork {
     fn hand(&self, queued: Queued) {
         let mut state = self.lock();
         state.running -= 1;
+        if state.forgetting > 0 {
+            // The driver has taken the buffers away. Another thread must not begin the request.
+            state.spare.push(queued.request);
+            self.idle_again.notify_all();
+            return;
+        }
         state.handed.push_back(queued);
         self.tell_one(state);
     }
@@ -318,6 +324,7 @@ impl BlkWork {
             state = self.idle_again.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.forgetting -= 1;
+        assert!(state.queued.is_empty() && state.handed.is_empty(), "no request was begun or handed over");
         state.done.clear();
     }
 

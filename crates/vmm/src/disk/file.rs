@@ -402,7 +402,7 @@ impl Disk for RawFile {
         self.check()?;
         if len > 0 {
             // A range that cannot be punched out keeps its content, which a discard allows.
-            self.fallocate(FallocateFlags::PUNCH_HOLE, offset, len)?;
+            self.note("discarding", self.fallocate(FallocateFlags::PUNCH_HOLE, offset, len))?;
         }
         Ok(())
     }
@@ -419,7 +419,7 @@ impl Disk for RawFile {
             &[FallocateFlags::ZERO_RANGE]
         };
         for way in ways {
-            if self.fallocate(*way, offset, len)? {
+            if self.note("writing zeros", self.fallocate(*way, offset, len))? {
                 return Ok(());
             }
         }

@@ -61,6 +61,13 @@ pub enum MemoryError {
     /// Another process cannot map the memory.
     #[error("the guest's memory is anonymous, so that no other process can map it; run the guest on a memfd")]
     NotShared,
+    /// Another process cannot map the memory, because the guest has branches or is one. Each guest
+    /// then has its own changes in private memory.
+    #[error(
+        "the guest shares memory with a branch, and has its own changes in memory that no other process can map; move the guest with an \
+         ordinary migration instead"
+    )]
+    Branched,
     /// The memory of another process cannot be mapped.
     #[error("cannot map the memory of {region} from another process: {why}")]
     Take {

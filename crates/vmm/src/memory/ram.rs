@@ -203,11 +203,13 @@ impl GuestRam {
     /// Returns the RAM as memfds that another process can map.
     ///
     /// # Errors
-    /// Returns [`MemoryError::NotShared`] if the memory is anonymous.
+    /// Returns [`MemoryError::NotShared`] if the memory is anonymous, and [`MemoryError::Branched`]
+    /// if the guest has branches or is one.
     pub(crate) fn shared(&self) -> Result<Vec<RegionFile>, MemoryError> {
-        let shared = |ram: &RamRegion| {
-            let Behind::Shared(file) = ram.behind() else { return Err(MemoryError::NotShared) };
-            Ok(RegionFile { region: ram.region.id, file, offset: 0 })
+        let shared = |ram: &RamRegion| match ram.behind() {
+            Behind::Shared(file) => Ok(RegionFile { region: ram.region.id, file, offset: 0 }),
+            Behind::Anonymous => Err(MemoryError::NotShared),
+            Behind::Private { .. } => Err(MemoryError::Branched),
         };
         self.regions.iter().map(shared).collect()
     }

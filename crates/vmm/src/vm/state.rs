@@ -37,8 +37,10 @@ impl Vm {
     ///
     /// # Errors
     /// Returns [`Error::WrongState`] if the guest has not requested a reset, or if the guest was
-    /// received and its kernel was loaded on another host. Otherwise returns the error of the host.
-    /// The VM cannot be used after that.
+    /// received and its kernel was loaded on another host. Returns an error that [is
+    /// busy](Error::is_busy) if a device does not complete its requests within 10 s; the call can
+    /// be repeated then. Otherwise returns the error of the host, and the VM cannot be used after
+    /// that.
     pub fn reset(&mut self) -> Result<()> {
         let what = "reset the machine";
         self.expect(what, &[Stage::Running, Stage::Paused])?;
@@ -46,17 +48,23 @@ impl Vm {
         if !board.exit().is_some_and(|exit| exit.is_reset()) {
             return Err(Error::WrongState { what, why: "the guest has not asked for it".to_owned() });
         }
-        let Some(pristine) = self.pristine.take() else {
+        if self.pristine.is_none() {
             let why =
                 "the guest was migrated to this VM, and its kernel was loaded on another host".to_owned();
             return Err(Error::WrongState { what, why });
-        };
+        }
         self.keeper.iter().for_each(|keeper| keeper.set_running(false));
         board.pause_all(PATIENCE)?;
         self.stage = Stage::Paused;
         self.shared.devices.bus().quiesce()?;
+        // Taken last: after an error above, the call can be repeated.
+        self.pristine.take().map_or(Ok(()), |pristine| self.become_pristine(what, pristine))
+    }
+
+    /// Gives the machine the state `pristine`. After an error, the VM cannot be used.
+    fn become_pristine(&mut self, what: &'static str, pristine: Pristine) -> Result<()> {
         self.shared.devices.bus().reset();
-        board.renew();
+        self.shared.board.renew();
         self.ram().clear().map_err(|error| Error::WrongState { what, why: error.to_string() })?;
         let Pristine { vcpus, shared, serial } = &pristine;
         self.load_machine(what, vcpus.iter().map(|vcpu| (vcpu.clone(), None)).collect(), shared, serial)?;

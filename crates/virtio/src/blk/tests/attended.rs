@@ -4,6 +4,7 @@ use super::quiesce::soon;
 use super::*;
 use crate::device::Resume;
 use crate::testing::{AVAIL, USED};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Returns the ring index at which the driver is asked to notify (2.7.10).
@@ -116,6 +117,27 @@ fn guest_stopped_with_a_pending_notification_loses_no_request() {
         there.wait(301);
         assert_eq!(there.sector(0), 0xff);
     }
+}
+
+/// The attendant tries a request, and hands it to another thread during the reset.
+#[test]
+fn reset_drops_a_request_that_is_handed_over_meanwhile() {
+    let mut guest = DiskGuest::attended(&ALL, false);
+    guest.disk.undecided.store(true, std::sync::atomic::Ordering::Relaxed);
+    guest.disk.gate(false);
+    guest.write_of(0, 7);
+    guest.kick();
+    guest.waiting(1);
+    let work = Arc::clone(&guest.work);
+    let reset = std::thread::spawn(move || work.forget());
+    // The reset waits for the request.
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!reset.is_finished());
+    guest.disk.gate(true);
+    until("the reset", || reset.is_finished());
+    assert_eq!(guest.work.held(), 0, "the request is forgotten");
+    assert_eq!(guest.sector(0), 0, "the request was executed after the reset");
+    reset.join().unwrap();
 }
 
 #[test]
