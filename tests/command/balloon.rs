@@ -1,6 +1,6 @@
 //! The balloon over the command line and the control socket.
 
-use crate::support::{Folder, Run, code, document, errors, has_kvm, vmferry};
+use crate::support::{Folder, Run, code, document, errors, finish, has_kvm, spawn, vmferry};
 use serde_json::Value;
 
 #[test]
@@ -152,6 +152,31 @@ fn squeezed_guest_has_its_memory_again_after_the_move() {
     let balloon = |status: &serde_json::Value, name: &str| status["vm"]["balloon"][name].as_u64();
     assert_eq!(balloon(&target.status().unwrap(), "target"), Some(memory));
     target.wait("an empty balloon", |s| balloon(s, "actual") == Some(memory));
+}
+
+/// Planning pauses the guest, which ends a squeeze.
+#[test]
+fn guest_is_squeezed_after_the_planning() {
+    if !has_kvm() {
+        return;
+    }
+    let folder = Folder::new();
+    let workload = ["--workload", "uniform,ws=4M,data=32M,rate=100,alloc=16M,fill=random"];
+    let source = Run::start("kvm", &folder, "source", &workload);
+    source.wait("the guest's statistics", |s| s["vm"]["balloon"]["stats"]["available"].is_number());
+    let (_target, uri) = Run::target("kvm", &folder, "target", "tcp:127.0.0.1:0");
+    // The pass takes longer than the test looks.
+    let more = ["--plan", "--squeeze-cache", "24M", "--max-bandwidth", "1M/s"];
+    let child = spawn(&[&["migrate", "--api", &source.api, &uri], &more[..]].concat());
+    source.wait("memory in the balloon while memory is sent", |s| {
+        let balloon = |name: &str| s["vm"]["balloon"][name].as_u64();
+        s["state"] == "precopy"
+            && s["progress"]["wire_bytes"].as_u64() > Some(1 << 20)
+            && balloon("actual") < balloon("memory")
+    });
+    assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 0);
+    assert_eq!(code(&finish(child)), 1);
+    source.goes_on();
 }
 
 #[test]

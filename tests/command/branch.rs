@@ -62,6 +62,17 @@ fn children(output: &Output) -> (Vec<Child>, Value) {
 }
 
 #[test]
+fn unusable_output_fails_before_any_child_runs() {
+    let folder = Folder::new();
+    let parent = parent("process", &folder);
+    let (dir, json) = (folder.path("children"), folder.path("absent/result.json"));
+    let output = vmferry(&["branch", "--api", &parent.api, "--api-dir", &dir, "--json", &json]);
+    assert!(code(&output) == 1 && errors(&output).contains("cannot write"), "{output:?}");
+    assert!(!Path::new(&dir).exists(), "a child was started");
+    parent.goes_on();
+}
+
+#[test]
 fn children_and_parent_go_on_whichever_of_them_dies() {
     beside(kinds(), |kind| {
         let folder = Folder::new();
@@ -276,6 +287,11 @@ fn working_set_is_recorded_and_brought_in() {
         let run = |name: &str, more: &[&str]| {
             Run::start(kind, &folder, name, &[&["--from", &file, "--shared"], more].concat())
         };
+        let length = std::fs::metadata(&file).unwrap().len();
+        let refused = ["--from", &file, "--shared", "--record", &file];
+        let refused = vmferry(&[&["run", "--guest", kind, "--memory", "96M"][..], &refused].concat());
+        assert!(code(&refused) == 1 && errors(&refused).contains("is not a working set"), "{refused:?}");
+        assert_eq!(std::fs::metadata(&file).unwrap().len(), length, "the snapshot is as before");
         let recorded = run("recorded", &["--record", &set]);
         recorded.wait("the guest running", |s| s["vm"]["place"] == "running");
         recorded.goes_on();

@@ -61,6 +61,34 @@ fn times(serial: &str) -> usize {
 }
 
 #[test]
+fn guest_that_resets_during_a_migration_is_started_again_and_runs() {
+    if !has_kvm() {
+        return;
+    }
+    let folder = Folder::new();
+    let (kernel, serial) = (folder.path("kernel"), folder.path("serial"));
+    std::fs::write(&kernel, resetting()).unwrap();
+    // Content that takes seconds to send.
+    let initrd = folder.path("initrd");
+    std::fs::write(&initrd, (0..4u32 << 20).map(|at| (at % 251).to_le_bytes()[0]).collect::<Vec<_>>())
+        .unwrap();
+    let boot = ["--kernel", &kernel, "--initrd", &initrd, "--serial", &serial];
+    let run = Run::sized("kvm", "16M", &folder, "api", &boot);
+    let target = Run::sized("kvm", "16M", &folder, "target", &["--incoming", "tcp:127.0.0.1:0"]);
+    let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+    // The guest resets soon after its start, and is not started again before the migration ends.
+    let output = run.migrate(status["vm"]["incoming"].as_str().unwrap(), &["--max-bandwidth", "2M/s"]);
+    // The migration could not resume a guest that had reset.
+    assert_eq!(code(&output), 6, "{output:?}");
+    let before = times(&serial);
+    wait_for("further starts of the guest", || {
+        let times = times(&serial);
+        if times < before + 3 { Err(times) } else { Ok(()) }
+    });
+    assert_eq!(run.status().unwrap()["vm"]["place"], "running");
+}
+
+#[test]
 fn guest_that_resets_is_started_again_without_leaks() {
     if !has_kvm() {
         return;

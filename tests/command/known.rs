@@ -1,8 +1,11 @@
 //! Migrations to a target that has files with pages of the guest (`--have`).
 
-use crate::support::{Folder, Run, beside, can_track, code, document, errors, kinds, vmferry};
+use crate::support::{
+    Folder, Run, VMFERRY, beside, can_track, code, document, errors, kinds, vmferry, wait_for,
+};
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 /// Guest whose memory mostly stays as it was at the start.
 const CALM: &str = "uniform,ws=1M,data=48M,rate=1k,fill=random";
@@ -30,7 +33,34 @@ fn moved(kind: &str, folder: &Folder, source: &Run, have: &[&str], mode: &str) -
     let status = target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
     target.goes_on();
     target.whole();
+    wait_for("the end of all use of the known files", || {
+        let used: Vec<_> = open_files(&target).into_iter().filter(|path| path.ends_with("copy")).collect();
+        if used.is_empty() { Ok(()) } else { Err(used) }
+    });
     (report, status["vm"]["received"].clone())
+}
+
+fn open_files(run: &Run) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(format!("/proc/{}/fd", run.child.id())).unwrap();
+    entries.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok()).collect()
+}
+
+#[test]
+fn more_files_are_known_than_a_process_may_usually_open() {
+    let folder = Folder::new();
+    for number in 0..80 {
+        std::fs::write(folder.file(&format!("old{number}")), [1; 4096]).unwrap();
+    }
+    let (api, uri) = (folder.path("api"), format!("unix:{}", folder.path("wire")));
+    let command = format!(
+        "ulimit -S -n 64; exec {VMFERRY} run --guest process --memory 96M --api {api} --incoming {uri} --have {}",
+        folder.path("")
+    );
+    let child = Command::new("/bin/sh").args(["-c", &command]).stderr(Stdio::null()).spawn().unwrap();
+    let target = Run::of(child, api);
+    target.wait("its address", |s| !s["vm"]["incoming"].is_null());
+    let used = open_files(&target).into_iter().filter(|path| path.display().to_string().contains("/old"));
+    assert_eq!(used.count(), 80);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use crate::support::{
     Folder, Need, Run, WORKLOAD, beside, can, can_track, code, document, errors, finish, kinds, print_line,
     spawn, vmferry, wait_for,
 };
+use std::time::Duration;
 
 #[test]
 fn demo_moves_a_guest_of_each_kind_and_reports() {
@@ -193,6 +194,51 @@ fn migration_memory_does_not_depend_on_the_size_of_the_guest() {
         assert_eq!(heaps_of_threads(&target), 0, "all of its threads share one heap");
         target.goes_on();
     }
+}
+
+#[test]
+fn report_follows_the_events_in_the_same_file() {
+    let folder = Folder::new();
+    let source = Run::source("process", &folder);
+    let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+    let file = folder.path("all");
+    let output = source.migrate(&uri, &["--events", &file, "--json", &file]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let documents = serde_json::Deserializer::from_str(&text).into_iter::<serde_json::Value>();
+    let documents = documents.collect::<Result<Vec<_>, _>>().unwrap();
+    assert!(documents.len() > 1 && documents[0]["outcome"].is_null(), "{text}");
+    assert_eq!(documents.last().unwrap()["outcome"], "completed", "{text}");
+}
+
+#[test]
+fn orders_that_wait_behind_a_migration_do_not_run_the_old_copy() {
+    if !can_track() {
+        return;
+    }
+    beside(kinds(), |kind| {
+        let folder = Folder::new();
+        let source = Run::source(kind, &folder);
+        let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
+        // The owner of the guest measures, so that all further orders wait, and are executed in the
+        // order in which they came.
+        let mut waiting = vec![spawn(&["dirty-rate", "--api", &source.api, "--windows", "4s"])];
+        let api = ["--api", &source.api];
+        let file = format!("file:{}", folder.path("old"));
+        for order in [&["migrate", &uri][..], &["resume"], &["snapshot", &file], &["pause"]] {
+            std::thread::sleep(Duration::from_millis(700));
+            waiting.push(spawn(&[&order[..1], &api, &order[1..]].concat()));
+        }
+        let outputs: Vec<_> = waiting.into_iter().map(finish).collect();
+        assert_eq!(outputs.iter().map(code).collect::<Vec<_>>(), [0, 0, 1, 1, 1], "{outputs:?}");
+        for refused in &outputs[2..] {
+            assert!(errors(refused).contains("the guest has moved to its target"), "{refused:?}");
+        }
+        assert!(!std::path::Path::new(&folder.path("old")).exists(), "the old copy was written");
+        target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+        target.goes_on();
+        target.whole();
+    });
 }
 
 #[test]

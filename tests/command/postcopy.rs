@@ -192,6 +192,27 @@ fn lost_link_is_taken_up_automatically_or_by_recover() {
 }
 
 #[test]
+fn guest_that_cannot_be_paused_continues() {
+    let folder = Folder::new();
+    let source = Run::source("process", &folder);
+    let (target, proxy) = slowly("process", &folder, "target");
+    let more = ["--mode", "postcopy", "--peer-timeout", "120s"];
+    let child = begun(&source, &proxy.uri().to_string(), &more, "postcopy");
+    // The guest's thread soon waits for a page that does not arrive, and cannot be interrupted.
+    source.signal(Signal::STOP);
+    let output = vmferry(&["pause", "--api", &target.api]);
+    assert_eq!(code(&output), 1, "{output:?}");
+    assert!(errors(&output).contains("the guest was not paused, and continues"), "{output:?}");
+    assert_eq!(target.status().unwrap()["vm"]["place"], "running");
+    source.signal(Signal::CONT);
+    proxy.slow_pages(false);
+    assert_eq!(code(&finish(child)), 0);
+    target.wait("all of the guest", |s| s["state"] == "completed");
+    target.goes_on();
+    target.whole();
+}
+
+#[test]
 fn source_keeps_the_guest_if_the_target_is_gone_before_the_start() {
     if !can_track() {
         return;

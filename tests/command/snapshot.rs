@@ -295,21 +295,33 @@ fn failed_hook_fails_the_snapshot_and_the_guest_runs_on() {
     let folder = Folder::new();
     let (run, file) = busy_with_file("process", &folder, &[]);
     let thawed = folder.path("thawed");
-    let thaw = format!("touch {thawed}");
+    let thaw = format!("sleep 0.1; touch {thawed}");
     for (freeze, limit, words) in [("exit 3", "10s", "freeze hook `exit 3`"), ("sleep 600", "200ms", "took")]
     {
         let hooks = ["--freeze-hook", freeze, "--thaw-hook", &thaw, "--hook-timeout", limit];
         let output = snapshot(&run, &file, &hooks);
         assert!(code(&output) == 1 && errors(&output).contains(words), "{freeze}: {output:?}");
         run.goes_on();
+        // The thaw hook runs also after a failed freeze hook, and to its end.
+        std::fs::remove_file(&thawed).expect("the thaw hook has run");
     }
-    // The thaw hook runs also after a failed freeze hook.
-    assert!(Path::new(&thawed).exists());
     let sorted = |mut names: Vec<String>| {
         names.sort();
         names
     };
-    assert_eq!(sorted(folder.names()), ["source", "thawed"]);
+    assert_eq!(sorted(folder.names()), ["source"]);
+    // The thaw hook runs also if the operator presses Ctrl-C again and again.
+    let freeze = format!("touch {thawed}.first; sleep 3; rm {thawed}.first");
+    let hooks = ["--freeze-hook", &freeze, "--thaw-hook", &thaw];
+    let child = spawn(&[&["snapshot", "--api", &run.api, &file][..], &hooks].concat());
+    let first = format!("{thawed}.first");
+    wait_for("the freeze hook", || if Path::new(&first).exists() { Ok(()) } else { Err("it does not run") });
+    for _ in 0..3 {
+        rustix::process::kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+        run.wait("the cancel", |s| s["outcome"] == "cancelled");
+    }
+    assert_eq!(code(&finish(child)), 1);
+    std::fs::remove_file(&thawed).expect("the thaw hook has run");
     // A command that is killed while its hook runs does not keep the guest paused for longer than
     // the limit.
     let hooks = ["--freeze-hook", "sleep 8", "--hook-timeout", "2s"];

@@ -3,8 +3,8 @@
 
 use crate::pool::Pool;
 use crate::support::{
-    Folder, Need, PATIENCE, Run, VMFERRY, WORKLOAD, beside, code, document, errors, finish, has_kvm, kinds,
-    skip, spawn, vmferry, wait_for, wait_for_end,
+    Folder, Need, PATIENCE, Run, VMFERRY, WORKLOAD, beside, can_track, code, document, errors, finish,
+    has_kvm, kinds, skip, spawn, vmferry, wait_for, wait_for_end,
 };
 use crate::watching::scrape;
 use rustix::process::{Pid, Signal, kill_process};
@@ -141,6 +141,25 @@ fn metrics_are_at_the_same_address_afterwards() {
     let text = scrape(&address);
     assert!(text.contains("vmferry_guest_place{place=\"running\"} 1.0"), "{text}");
     run.goes_on();
+}
+
+#[test]
+fn upgraded_guest_with_metrics_is_branched() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let mut run = Run::start("process", &folder, "vm", &[&MEMFD[..], &["--metrics", "127.0.0.1:0"]].concat());
+    let (_, _said) = run.metrics();
+    run.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+    let (_, _successor) = upgraded(&run, &folder);
+    let output = vmferry(&["branch", "--api", &run.api, "--api-dir", &folder.path("dir"), "--json", "-"]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    let child = &document(&output)["children"][0];
+    let pid = Pid::from_raw(i32::try_from(child["pid"].as_i64().unwrap()).unwrap()).unwrap();
+    let _child = Successor { pid };
+    // The child listens at its own socket as soon as the command has ended.
+    assert_eq!(code(&vmferry(&["status", "--api", child["api"].as_str().unwrap()])), 0);
 }
 
 #[test]

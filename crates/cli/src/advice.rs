@@ -86,8 +86,9 @@ const UNKNOWN: Failure = Failure {
     status: 3,
     text: "it is not known whether the guest runs at URI (WHY). It is stopped at the source. Check the target: if `vmferry status` at the \
            target reports the place `running`, run `vmferry recover --abandon` at the source. If the process at the target has ended for \
-           certain (and not only its host's network), run `vmferry recover --take`. With `--fence`, `--take` is refused unless the \
-           arbiter has given the guest to the source",
+           certain (and not only its host's network), and has not run the guest, run `vmferry recover --take`. If it may have run the \
+           guest, its disks are newer than the memory here: run `vmferry recover --abandon`, and start the guest from its disks. With \
+           `--fence`, `--take` is refused unless the arbiter has given the guest to the source",
 };
 
 const LOST: Failure = Failure {

@@ -21,12 +21,15 @@ pub(crate) struct Stage {
     pub(crate) interrupted: AtomicBool,
     /// The migration has begun, so a cancel cannot hit another migration.
     pub(crate) begun: AtomicBool,
+    /// Hooks are being executed, and the command must not end before the last of them.
+    pub(crate) hooks: AtomicBool,
     /// Exit status of this command, set when the migration has ended.
     pub(crate) ended: OnceLock<Status>,
 }
 
 /// Installs the handler. Ctrl-C cancels the migration at the control socket `api`. A further Ctrl-C
-/// ends this command if the migration has ended and only a reader is waited for.
+/// ends this command if the migration has ended and only a reader is waited for. While hooks are
+/// executed, it has no effect: storage that the first hook has frozen would stay frozen.
 pub(crate) fn caught(api: &Path) -> Result<Arc<Stage>> {
     let stage = Arc::<Stage>::default();
     let (own, api, mut again) = (Arc::clone(&stage), api.to_path_buf(), false);
@@ -40,6 +43,9 @@ pub(crate) fn caught(api: &Path) -> Result<Arc<Stage>> {
         if ended.is_none() && !std::mem::replace(&mut again, true) {
             // The cancel is refused if it is too late; the watching thread reports that.
             let _ = Client::connect(&api).and_then(|mut client| client.call("cancel", json!({})));
+            return;
+        }
+        if own.hooks.load(Ordering::Acquire) {
             return;
         }
         if let Some(status) = ended.or_else(|| query_status(&api)) {

@@ -19,6 +19,17 @@ const MOST: usize = 256;
 /// The first descriptor that a service manager passes.
 const FIRST: RawFd = 3;
 
+/// Raises the limit of open files to what an unprivileged process may use. The usual limit of 1024
+/// is for programs that use `select`. This process waits with `poll`, and may need more: for the
+/// files of `--have`, and for clients, channels and taps besides.
+pub(crate) fn raise_limit() {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    if let Err(error) = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised) {
+        tracing::warn!("the limit of open files stays at {:?}: {error}", limit.current);
+    }
+}
+
 /// Descriptors that the command line or the service manager names, taken over before this process
 /// has opened any.
 #[derive(Debug)]

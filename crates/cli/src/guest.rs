@@ -4,6 +4,7 @@ use crate::Status;
 use crate::api::GuestPlace;
 use crate::args::{BackingArg, CpuArg, GuestKind, PreallocArg, RunArgs};
 use crate::choices::OnOff;
+use crate::console;
 use crate::disk::DiskArg;
 use crate::usage::{Usage, wrong_usage};
 use anyhow::{Context, Result, bail};
@@ -309,14 +310,18 @@ fn read(path: &Path, what: &str, memory: u64) -> Result<Vec<u8>> {
 fn serial(to: Option<&str>, append: bool) -> Result<SerialSink> {
     Ok(match to {
         None => SerialSink::discard(),
-        Some("stdio") => SerialSink::new(std::io::stdout()),
+        Some("stdio") => SerialSink::new(console::Output::start(std::io::stdout())?),
         Some(path) => {
             // The output of a console may be confidential, so only this user can read the file.
             let mut options = std::fs::File::options();
             options.write(true).create(true).append(append).truncate(!append).mode(0o600);
             let file = options.open(path);
             let file = file.with_context(|| format!("cannot write serial output to {path}"))?;
-            SerialSink::new(file)
+            match file.metadata()?.is_file() {
+                true => SerialSink::new(file),
+                // A named pipe or a terminal has a reader, which may stall.
+                false => SerialSink::new(console::Output::start(file)?),
+            }
         }
     })
 }

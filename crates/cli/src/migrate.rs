@@ -27,8 +27,9 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
     }
     // The outputs are opened before the migration, so that a mistyped name fails at
     // once. They are opened before Ctrl-C is caught, because opening a pipe waits for its reader.
-    let json_out = args.json.as_deref().map(output::open).transpose()?;
     let mut events = args.events.as_deref().map(Events::to).transpose()?;
+    let open = if args.json == args.events { output::append } else { output::open };
+    let json_out = args.json.as_deref().map(open).transpose()?;
     let stage = ctrl_c::caught(&args.api)?;
     let mut client = Client::connect(&args.api)?;
     if request.has_secrets() {

@@ -60,6 +60,15 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn Write + Send>> {
     Ok(Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?))
 }
 
+/// Opens the output of `--json` to write behind what this process has written to the same file.
+pub(crate) fn append(path: &Path) -> Result<Box<dyn Write + Send>> {
+    if path == Path::new("-") {
+        return open(path);
+    }
+    let file = File::options().append(true).open(path);
+    Ok(Box::new(file.with_context(|| format!("cannot write {}", path.display()))?))
+}
+
 /// Returns the error and each cause after a colon, in one line. A cause that the line already
 /// contains is not repeated: some errors contain theirs.
 pub(crate) fn chain(error: &anyhow::Error) -> String {

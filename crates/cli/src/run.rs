@@ -11,7 +11,7 @@ use crate::api::{Api, GuestPlace, Incoming, Order, PendingOrder, RunContext};
 use crate::args::{GuestKind, OnReset, RunArgs};
 use crate::arriving::{self, Arriving};
 use crate::choices::{IncomingArg, OnOff};
-use crate::console::Console;
+use crate::console::{self, Console};
 use crate::descriptors::{Descriptors, Inherited};
 use crate::guest::Machine;
 use crate::limit::Limiter;
@@ -52,6 +52,8 @@ const LINGER: Duration = Duration::from_millis(200);
 /// Runs until the guest ends, moves to a target, or the process is told to end.
 pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> Result<Status> {
     check(args)?;
+    crate::descriptors::raise_limit();
+    args.record.as_deref().map(working_set::check_record).transpose()?;
     // A jail changes the working directory, so it is read before the confinement begins.
     let started = StartArguments::of_this_process()?;
     let incoming = args.incoming.as_ref().and_then(IncomingArg::uri);
@@ -107,12 +109,14 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
         shared.event_sender.ends(false, shared.quit_reason());
     }
     if shared.has_missing_pages() {
+        console::drain();
         drop(server);
         drop(console);
         exit_without_pages(result);
     }
     // Pages of an on-demand restore must still arrive until the vCPUs have stopped.
     machine.stop();
+    console::drain();
     drop(kept);
     drop(server);
     drop(console);
@@ -448,6 +452,10 @@ fn serve(
         if abandoned.load(Ordering::Acquire) {
             continue;
         }
+        if let Err(refusal) = shared.permits(&order) {
+            let _ = reply.send(Err(advice::told(&refusal)));
+            continue;
+        }
         if order.uses_memory() {
             // Only one user of the guest's memory can find its pages by their protection.
             kept.end_recording();
@@ -513,10 +521,24 @@ fn told_to_end(shared: &RunContext, moved: Option<Instant>, ends: Status) -> Opt
 fn restart(machine: &mut Machine, args: &RunArgs, shared: &RunContext, how: &str) -> Result<()> {
     eprintln!("vmferry: {how}; it is started again");
     shared.event_sender.reset();
-    machine.restart(args).with_context(|| format!("{how}, and cannot be started again"))?;
-    if shared.place() == GuestPlace::Paused {
-        // The guest was paused before it executed the reset.
+    let is_busy = |error: &anyhow::Error| {
+        error.downcast_ref::<vmferry_vmm::Error>().is_some_and(vmferry_vmm::Error::is_busy)
+    };
+    // A guest often resets because its storage hangs, which may end.
+    while let Err(error) = machine.restart(args) {
+        if !is_busy(&error) || shared.quit.load(Ordering::Acquire) {
+            return Err(error.context(format!("{how}, and cannot be started again")));
+        }
+        tracing::warn!("the guest cannot be started again yet: {error:#}; trying again");
+    }
+    if machine.run_state() == RunState::Paused {
+        // The operator had paused the guest before it executed the reset.
         machine.set_run_state(RunState::Paused)?;
+    }
+    // A migration that the reset has ended could not resume the guest, and recorded it as paused.
+    let place = machine.place();
+    if shared.place() != place {
+        shared.record_guest(place);
     }
     Ok(())
 }
@@ -562,7 +584,7 @@ fn execute(machine: &mut Machine, shared: &RunContext, limiter: &mut Limiter, or
             shared.require_all_pages()?;
             return plan::order(machine, shared, &request);
         }
-        Order::Pause => machine.set_run_state(RunState::Paused).map(|()| GuestPlace::Paused)?,
+        Order::Pause => pause(machine, shared)?,
         Order::Resume => {
             machine.set_run_state(RunState::Running)?;
             shared.was_resumed();
@@ -575,6 +597,17 @@ fn execute(machine: &mut Machine, shared: &RunContext, limiter: &mut Limiter, or
     };
     shared.record_guest(place);
     Ok(json!({}))
+}
+
+/// Pauses the guest. If it cannot be paused, for example because a vCPU waits for a page that does
+/// not arrive, the guest continues. Otherwise, it would be paused and count as running.
+fn pause(machine: &mut Machine, shared: &RunContext) -> Result<GuestPlace> {
+    let Err(error) = machine.set_run_state(RunState::Paused) else { return Ok(GuestPlace::Paused) };
+    if let Err(resumed) = machine.source().resume() {
+        shared.record_guest(GuestPlace::Paused);
+        return Err(error.context(format!("the guest is paused, because it cannot continue: {resumed}")));
+    }
+    Err(error.context("the guest was not paused, and continues"))
 }
 
 fn recover(machine: &mut Machine, shared: &RunContext, take: bool) -> Result<GuestPlace> {

@@ -87,7 +87,8 @@ struct TakeArgs {
     freeze_hook: Option<String>,
     /// Command of the shell that runs after the freeze hook
     ///
-    /// The command runs while the guest is still paused, also if the freeze hook has failed.
+    /// The command runs while the guest is still paused, also if the freeze hook has failed. If the
+    /// freeze hook took too long, or the snapshot was cancelled, the guest already runs.
     #[arg(long, value_name = "COMMAND", help_heading = heading::HOOKS)]
     thaw_hook: Option<String>,
     /// Time for which the hooks may keep the guest paused
@@ -158,7 +159,9 @@ fn take(args: &TakeArgs) -> Result<Status> {
     let unanswered = begin(&mut client, "snapshot", serde_json::to_value(args.request())?)?;
     stage.begun.store(true, Ordering::Release);
     if unanswered.is_none() && args.has_hooks() {
+        stage.hooks.store(true, Ordering::Release);
         hooks(args, &mut client)?;
+        stage.hooks.store(false, Ordering::Release);
     }
     let report =
         unanswered.unwrap_or_else(|| watch(&mut client, args.max_bandwidth, &stage.interrupted, &mut |_| {}));
@@ -218,17 +221,18 @@ fn hooks(args: &TakeArgs, client: &mut Client) -> Result<()> {
             None => return Ok(()),
         }
     }
-    let until = Instant::now() + args.hook_timeout;
-    let frozen = run_hook("freeze", args.freeze_hook.as_deref(), until);
-    let thawed = run_hook("thaw", args.thaw_hook.as_deref(), until);
+    let frozen = run_hook("freeze", args.freeze_hook.as_deref(), args.hook_timeout);
+    // The process of the guest limits the pause. The thaw hook has the whole time again, because
+    // storage would stay frozen if it did not run to its end.
+    let thawed = run_hook("thaw", args.thaw_hook.as_deref(), args.hook_timeout);
     let failed = frozen.and(thawed).err().map(|error| output::chain(&error));
     // If the time limit has expired, the answer is refused, and the status has the reason.
     let _ = client.call("snapshot-resume", json!({ "error": failed }));
     Ok(())
 }
 
-/// Executes `command` with the shell, until the time `until`.
-fn run_hook(name: &str, command: Option<&str>, until: Instant) -> Result<()> {
+/// Executes `command` with the shell, for at most `longest`.
+fn run_hook(name: &str, command: Option<&str>, longest: Duration) -> Result<()> {
     let Some(command) = command else { return Ok(()) };
     let failed = || format!("the {name} hook `{command}`");
     let mut child = Command::new("/bin/sh")
@@ -240,7 +244,7 @@ fn run_hook(name: &str, command: Option<&str>, until: Instant) -> Result<()> {
         .process_group(0)
         .spawn()
         .with_context(failed)?;
-    let status = wait(&mut child, until).with_context(failed)?;
+    let status = wait(&mut child, Instant::now() + longest).with_context(failed)?;
     if !status.success() {
         return Err(anyhow::anyhow!("{} failed: {status}", failed()));
     }

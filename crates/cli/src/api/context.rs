@@ -509,9 +509,15 @@ impl RunContext {
         Ok(())
     }
 
-    /// Passes an order to the machine's owner and waits for its answer.
-    pub(super) fn order(&self, order: Order) -> Result<Value> {
+    /// Checks whether `order` may be executed where the guest is now.
+    ///
+    /// The thread that passes an order checks it, so that a refusal does not wait for the machine's
+    /// owner. The owner checks it again before it executes the order: meanwhile, it may have
+    /// executed orders that were queued before, and one of them may have moved the guest away.
+    /// Without the second check, a queued `resume` would run the old copy of such a guest.
+    pub(crate) fn permits(&self, order: &Order) -> Result<()> {
         match self.place() {
+            _ if matches!(order, Order::Look) => Ok(()),
             GuestPlace::Moving => bail!(
                 "the guest is being migrated, or a snapshot of it is being written; wait, or cancel this first"
             ),
@@ -530,8 +536,13 @@ impl RunContext {
                     "pages of this guest are still at the source or in its file; wait until all have arrived"
                 );
             }
-            GuestPlace::Running | GuestPlace::Paused | GuestPlace::Unknown => {}
+            GuestPlace::Running | GuestPlace::Paused | GuestPlace::Unknown => Ok(()),
         }
+    }
+
+    /// Passes an order to the machine's owner and waits for its answer.
+    pub(super) fn order(&self, order: Order) -> Result<Value> {
+        self.permits(&order)?;
         let (reply, answer) = sync_channel(1);
         let abandoned = Arc::new(AtomicBool::new(false));
         let patience = match &order {

@@ -92,6 +92,8 @@ pub(crate) struct BranchArgs {
 /// continues.
 pub(crate) fn branch(args: &BranchArgs) -> Result<Status> {
     let began = Instant::now();
+    // Opened first, so that a mistyped name fails before any child runs.
+    let mut output = args.json.as_deref().map(output::open).transpose()?;
     let mut client = Client::connect(&args.api)?;
     let start = StartArguments::ask(&mut client)?;
     let arguments = arguments(&start, args)?;
@@ -125,12 +127,9 @@ pub(crate) fn branch(args: &BranchArgs) -> Result<Status> {
     let document = document(&children, figures(&mut parent)?, began.elapsed());
     children.leave();
     overlays.keep();
-    match &args.json {
+    match &mut output {
         None => print(&document),
-        Some(path) => {
-            let mut to = output::open(path)?;
-            writeln!(to, "{}", serde_json::to_string_pretty(&document)?)?;
-        }
+        Some(to) => writeln!(to, "{}", serde_json::to_string_pretty(&document)?)?,
     }
     Ok(Status::Done)
 }
@@ -195,9 +194,11 @@ fn arguments(start: &StartArguments, args: &BranchArgs) -> Result<SuccessorArgum
         args.count
     );
     // A second process cannot listen at the same address. The descriptors that were passed belong
-    // to the parent. A child's memory is never allocated in advance.
-    let unshared = ["metrics", "metrics-public", "pass-fd", "prealloc", "balloon-auto"];
-    Ok(unshared.iter().fold(parent, |all, name| all.without(name)))
+    // to the parent, which may itself be the successor of another process. A child's memory is
+    // never allocated in advance.
+    let metrics = ["metrics", "metrics-public", "metrics-descriptor"];
+    let own = ["pass-fd", "successor", "prealloc", "balloon-auto"];
+    Ok(metrics.iter().chain(&own).fold(parent, |all, name| all.without(name)))
 }
 
 /// Parses a `--net` option of the command.

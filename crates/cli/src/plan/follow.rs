@@ -13,7 +13,8 @@ use vmferry_engine::{
     AutoConverge, MigrateError, MigrationMode, MigrationState, Report, Settings, TrackerKind, Uri, migrate,
 };
 
-/// Plans, migrates the guest, and scores the plan. Returns the report and its member `plan`.
+/// Plans, calls `prepare`, migrates the guest, and scores the plan. Returns the report and its
+/// member `plan`.
 ///
 /// Without `--mode auto`, a guest that cannot be predicted is migrated as requested.
 pub(crate) fn moved(
@@ -22,6 +23,7 @@ pub(crate) fn moved(
     request: &MigrateRequest,
     (uri, tracker): (&Uri, Option<TrackerKind>),
     settings: &Settings,
+    prepare: &mut dyn FnMut(),
 ) -> Result<(Report, Value), MigrateError> {
     let handle = shared.handle();
     let auto = request.mode == ModeArg::Auto;
@@ -34,6 +36,7 @@ pub(crate) fn moved(
         }
         Err(error) => {
             shared.end_planning();
+            prepare();
             let report = migrate(machine.source(), uri, tracker, settings, &handle)?;
             return Ok((report, json!({ "failed": format!("{error:#}") })));
         }
@@ -42,6 +45,7 @@ pub(crate) fn moved(
     let mut own = if auto { follow(&made, chosen, settings) } else { settings.clone() };
     tracing::info!("the plan: {chosen}, because {}", made.plan.reason);
     shared.end_planning();
+    prepare();
     let mut report = migrate(machine.source(), uri, tracker, &own, &handle)?;
     let mut refused = None;
     if auto && report.refused_feature {

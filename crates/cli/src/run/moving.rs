@@ -180,17 +180,25 @@ fn move_away(
     let handle = shared.handle();
     shared.speed.record();
     let mut scores = None;
-    // The squeeze ends at the pause of the guest, or with this function.
-    let squeeze = request.squeeze_cache.map(|arg| {
-        let squeeze = Squeeze::perform(shared.probe.balloon(), arg, &|| handle.cancelled());
-        shared.end_planning();
-        squeeze
-    });
+    // The squeeze ends at the next pause of the guest, or with this function.
+    let mut squeeze = None;
+    let mut prepare = || {
+        let begun = |arg| Squeeze::perform(shared.probe.balloon(), arg, &|| handle.cancelled());
+        squeeze = request.squeeze_cache.map(begun);
+        if squeeze.is_some() {
+            shared.end_planning();
+        }
+    };
+    let plans = request.plan || request.mode == ModeArg::Auto;
+    if !plans {
+        prepare();
+    }
     let result = match uri {
         Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &handle),
         Uri::File(path) => save(machine.source(), path, &handle),
-        _ if request.plan || request.mode == ModeArg::Auto => {
-            let planned = plan::moved(machine, shared, request, (uri, tracker), settings);
+        _ if plans => {
+            // The planning pauses the guest, so the guest is squeezed afterwards.
+            let planned = plan::moved(machine, shared, request, (uri, tracker), settings, &mut prepare);
             planned.map(|(moved, scored)| {
                 scores = Some(scored);
                 moved

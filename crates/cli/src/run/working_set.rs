@@ -26,6 +26,17 @@ struct Record {
     until: Option<Instant>,
 }
 
+/// Checks that a recording to `path` replaces nothing but an earlier working set. Without the
+/// check, a mistyped name could destroy a snapshot, which other guests may share.
+pub(super) fn check_record(path: &Path) -> Result<()> {
+    if std::fs::metadata(path).is_ok_and(|found| found.len() > 0) {
+        read_working_set(path).with_context(|| {
+            format!("--record: {} exists, and is not a working set; choose another name", path.display())
+        })?;
+    }
+    Ok(())
+}
+
 impl Record {
     fn open(path: &Path, length: Option<Duration>) -> Result<Self> {
         // A working set tells what the guest does, so only this user can read it.
