@@ -222,8 +222,8 @@ pub enum Ended {
         paused: bool,
     },
     /// The target was told to run the guest, and the source does not know whether it does. The
-    /// guest is paused on the source. Do not resume it before you know that the target does not
-    /// run it.
+    /// guest is paused on the source. Do not resume it unless you know that the target has never
+    /// run it. If the target has run it and has ended since, the disks are newer than this memory.
     OwnershipUnknown {
         /// The reason.
         why: String,

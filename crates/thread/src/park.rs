@@ -129,6 +129,9 @@ impl Drop for Working<'_> {
 }
 
 impl Park {
+    /// Longest wait of a [`park`](Self::park) without a limit.
+    pub const PATIENCE: Duration = Duration::from_secs(10);
+
     fn of(phase: Phase) -> Self {
         Self { state: Mutex::new(State { phase, working: 0 }), changed: Condvar::new() }
     }
@@ -167,10 +170,15 @@ impl Park {
     /// Prevents event loops from beginning further events, and waits for at most `within` until the
     /// events that are being handled are finished.
     ///
+    /// `Duration::MAX`, with which the engine says that the operator has set no limit, means
+    /// [`PATIENCE`](Self::PATIENCE): an event may hang, for example in a write to a file system of
+    /// a network, and the guest does not run meanwhile.
+    ///
     /// # Errors
     /// Returns [`StillWorking`] if an event takes longer. The event continues, and no other event
     /// is begun before [`resume`](Self::resume) is called.
     pub fn park(&self, within: Duration) -> Result<(), StillWorking> {
+        let within = if within == Duration::MAX { Self::PATIENCE } else { within };
         let mut state = self.lock();
         if state.phase == Phase::Running {
             state.phase = Phase::Parked;
