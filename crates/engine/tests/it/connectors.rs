@@ -233,7 +233,7 @@ fn over_a_silent_connection(has_another: bool) {
         daemon.give(Ok(Some(there.into())));
         Ok(Connected::All(here.into()))
     });
-    let handle = MigrationHandle::new();
+    let (handle, done) = (MigrationHandle::new(), AtomicBool::new(false));
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
             wait("the guest to run on the target", || handle.progress().runs_on_target);
@@ -243,8 +243,16 @@ fn over_a_silent_connection(has_another: bool) {
                 std::thread::sleep(Duration::from_secs(6));
                 first.store(false, Ordering::Release);
             }
+            // Without a link, the source would wait for ever.
+            let began = Instant::now();
+            while !done.load(Ordering::Acquire) && began.elapsed() < PATIENCE {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            handle.abandon();
         });
-        attempt(&mut source, &mut target, &listener, &near, &settings, &handle)
+        let ended = attempt(&mut source, &mut target, &listener, &near, &settings, &handle);
+        done.store(true, Ordering::Release);
+        ended
     });
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
