@@ -186,9 +186,11 @@ impl Machine for Local<'_> {
         let Some(balloon) = &self.pool.balloon else { return Relief::None };
         let mut without = Relief::None;
         if self.pool.with(|buddy| buddy.pages().held) != 0 {
-            match balloon.hints_processed() {
+            let release = || {
+                self.pool.with(|buddy| buddy.release_held(RELEASE));
+            };
+            match balloon.if_hints_processed(release) {
                 Some(true) => {
-                    self.pool.with(|buddy| buddy.release_held(RELEASE));
                     balloon.released();
                     return Relief::Hinted;
                 }

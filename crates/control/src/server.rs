@@ -85,8 +85,15 @@ impl Server {
         events: &Events,
         limits: Limits,
     ) -> Result<Self, ServerError> {
-        if std::mem::replace(&mut events.0.lock().open, true) {
-            return Err(ServerError::Twice);
+        {
+            let mut inbox = events.0.lock();
+            if inbox.open {
+                return Err(ServerError::Twice);
+            }
+            // Nothing of an earlier server is for the clients of this one.
+            (inbox.open, inbox.stop) = (true, false);
+            inbox.events.clear();
+            inbox.done.clear();
         }
         let close = |error| {
             events.0.lock().open = false;

@@ -37,7 +37,8 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            message_bytes: 64 << 10,
+            // A request may contain the certificates of an authority, of which a host has hundreds.
+            message_bytes: 1 << 20,
             depth: 32,
             pending: 8,
             out_bytes: 1 << 20,

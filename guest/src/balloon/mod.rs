@@ -180,10 +180,16 @@ impl Balloon {
         }
     }
 
-    /// Returns true if hinted pages may be taken back, because the device has processed all of
-    /// them. Returns `None` if this is unknown at the moment.
-    pub(crate) fn hints_processed(&self) -> Option<bool> {
-        self.hints.try_lock().map(|mut hints| hints.as_mut().is_none_or(HintQueue::all_processed))
+    /// Calls `release` if hinted pages may be taken back, because the device has processed all of
+    /// them. No further page is hinted meanwhile. Returns whether they may; `None` if this is
+    /// unknown at the moment.
+    pub(crate) fn if_hints_processed(&self, release: impl FnOnce()) -> Option<bool> {
+        let mut hints = self.hints.try_lock()?;
+        let processed = hints.as_mut().is_none_or(HintQueue::all_processed);
+        if processed {
+            release();
+        }
+        Some(processed)
     }
 
     /// Counts that hinted pages were taken back.

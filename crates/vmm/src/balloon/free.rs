@@ -84,6 +84,10 @@ impl FreePages for BalloonFree {
     }
 
     fn request(&mut self, question: u64) -> Result<(), VmError> {
+        // See `new`. The guest may have started another driver since the last question.
+        if self.balloon.relies_on_free_pages() {
+            return Err(VmError::new("the guest's driver relies on the content of free pages"));
+        }
         let command = match self.answer_mode {
             AnswerMode::ByGuest => self.balloon.request_hints().map_err(VmError::new)?,
             _ => 0,
