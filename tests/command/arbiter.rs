@@ -4,7 +4,8 @@
 use crate::authority::Authority;
 use crate::etcd::{self, Etcd, Slow};
 use crate::support::{
-    Folder, Run, beside, can_track, code, errors, finish, kinds, print_line, spawn, vmferry, wait_for,
+    Folder, Run, beside, can_track, code, document, errors, finish, kinds, print_line, spawn, vmferry,
+    wait_for,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -348,6 +349,9 @@ fn operator_can_take_the_guest_only_if_the_arbiter_permits() {
     } else {
         assert_eq!(code(&output), 0, "{output:?}");
         pair.source.goes_on();
+        // The owner is known now.
+        let status = vmferry(&["status", "--api", &pair.source.api]);
+        assert_eq!((code(&status), &document(&status)["state"]), (0, &"failed".into()), "{status:?}");
     }
     pair.one_owner("an operator");
 }

@@ -159,6 +159,7 @@ fn lost_link_is_taken_up_automatically_or_by_recover() {
         };
         refused("cancel", "too late to cancel");
         refused("quit", "still needs pages that only this process has");
+        refused("powerdown", "the guest runs at the target");
         refused("recover", "is not lost");
         // Ctrl-C takes effect when the target has all pages.
         source.signal(Signal::INT);

@@ -61,6 +61,15 @@ impl Limiter {
         if limit.is_some() {
             self.track(machine)?;
         }
+        let changed = self.change(cpu, limit);
+        // Also after an error: without a limit, nothing may slow the guest down.
+        if self.vcpus.iter().all(|vcpu| vcpu.limit.is_none()) {
+            self.end(machine)?;
+        }
+        changed
+    }
+
+    fn change(&mut self, cpu: Option<usize>, limit: Option<f64>) -> Result<()> {
         let count = self.vcpus.len();
         match cpu {
             Some(cpu) => match self.vcpus.get_mut(cpu) {
@@ -70,9 +79,6 @@ impl Limiter {
                 None => bail!("there is no vCPU {cpu}: this guest has {count}"),
             },
             None => self.vcpus.iter_mut().for_each(|vcpu| vcpu.limit = limit),
-        }
-        if self.vcpus.iter().all(|vcpu| vcpu.limit.is_none()) {
-            return self.end(machine);
         }
         Ok(())
     }

@@ -622,5 +622,6 @@ fn recover(machine: &mut Machine, shared: &RunContext, take: bool) -> Result<Gue
         arbiter.take()?;
     }
     machine.source().resume()?;
+    shared.was_taken_back();
     Ok(machine.place())
 }

@@ -46,6 +46,7 @@ pub(crate) fn press_power_button(shared: &RunContext) -> Result<()> {
     if !matches!(shared.place(), GuestPlace::Running | GuestPlace::Moving) {
         bail!("the guest does not run in this process, or is paused");
     }
+    shared.require_not_handed_over()?;
     let guest = shared.probe.kvm().context("this kind of guest has no power button")?;
     if guest.press_power_button()? {
         shared.event_sender.power_button();

@@ -502,6 +502,7 @@ impl RunContext {
         if matches!(self.place(), GuestPlace::Awaited | GuestPlace::Moved) {
             bail!("the guest does not run in this process");
         }
+        self.require_not_handed_over()?;
         let request = arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
         if !self.probe.request_verify(request) {
             bail!("the guest has no statistics page, or has not arrived yet; try again later");

@@ -56,12 +56,17 @@ struct Property {
 impl Api {
     /// Executes `query-status`.
     pub(super) fn query_status(&self) -> Value {
-        let moving = self.0.under_way().map(|handle| handle.progress().state);
+        use MigrationState::{PostcopyPaused, Switchover, Unknown};
+        let moving = self.0.under_way().map(|handle| handle.progress());
+        // While its owner is unknown, the guest is stopped here.
+        let undecided = moving.as_ref().is_some_and(|progress| {
+            progress.state == Unknown || progress.state == PostcopyPaused && !progress.runs_on_target
+        });
+        let moving = moving.map(|progress| progress.state);
         let status = match (self.0.place(), moving) {
             (GuestPlace::Awaited, _) => "inmigrate",
-            (GuestPlace::Moving, Some(MigrationState::Switchover)) | (GuestPlace::Unknown, _) => {
-                "finish-migrate"
-            }
+            (GuestPlace::Moving, _) if undecided => "finish-migrate",
+            (GuestPlace::Moving, Some(Switchover)) | (GuestPlace::Unknown, _) => "finish-migrate",
             (GuestPlace::Moving, Some(MigrationState::Postcopy | MigrationState::PostcopyPaused))
             | (GuestPlace::Moved, _) => "postmigrate",
             (GuestPlace::Paused, _) => "paused",

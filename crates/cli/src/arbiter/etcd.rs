@@ -77,6 +77,11 @@ impl Etcd {
     /// time once and not with every request. A member that gave no answer may still have executed
     /// the request.
     fn post(&self, path: &str, body: &Value) -> Result<Value, ArbiterError> {
+        self.post_repeatedly(path, body).map(|(answer, _)| answer)
+    }
+
+    /// Like [`post`](Self::post). The second value is true if an earlier member gave no answer.
+    fn post_repeatedly(&self, path: &str, body: &Value) -> Result<(Value, bool), ArbiterError> {
         let mut why = String::new();
         let first = self.answered.load(Ordering::Relaxed);
         for at in (first..self.endpoints.len()).chain(0..first) {
@@ -84,7 +89,7 @@ impl Etcd {
             match self.post_authorized(endpoint, path, body) {
                 Ok(answer) => {
                     self.answered.store(at, Ordering::Relaxed);
-                    return Ok(answer);
+                    return Ok((answer, !why.is_empty()));
                 }
                 Err(error) => {
                     let between = if why.is_empty() { "" } else { "; " };
@@ -135,17 +140,19 @@ impl Etcd {
     }
 
     /// Executes `then` if `compare` holds, and otherwise reads the key. Returns what was read;
-    /// `None` if the comparison held.
+    /// `None` if the comparison held. The second value is true if the request may have been
+    /// executed before.
     fn decide(
         &self,
         migration: MigrationId,
         compare: Value,
         then: Value,
-    ) -> Result<Option<Result<Ownership, ArbiterError>>, ArbiterError> {
+    ) -> Result<(Option<Result<Ownership, ArbiterError>>, bool), ArbiterError> {
         let read = json!({ "request_range": { "key": BASE64.encode(self.key(migration)) } });
         let body = json!({ "compare": [compare], "success": [then], "failure": [read] });
-        let answer = self.post("txn", &body)?;
-        Ok(answer::refused(&answer).map(|range| answer::held(&self.register(migration), range)))
+        let (answer, repeated) = self.post_repeatedly("txn", &body)?;
+        let read = answer::refused(&answer).map(|range| answer::held(&self.register(migration), range));
+        Ok((read, repeated))
     }
 
     fn put_request(&self, migration: MigrationId, value: &str) -> Value {
@@ -187,8 +194,10 @@ impl Arbiter for Etcd {
             self.creation_condition(migration, "EQUAL"),
             self.put_request(migration, OPEN),
         )? {
-            None => Ok(()),
-            Some(_) => Err(ArbiterError::NoRegister(format!(
+            (None, _) => Ok(()),
+            // A member has created the key, and its answer was lost.
+            (Some(Ok(Ownership::Open)), true) => Ok(()),
+            (Some(_), _) => Err(ArbiterError::NoRegister(format!(
                 "{} exists already, and a migration's id is random: another program makes such keys",
                 self.register(migration)
             ))),
@@ -214,7 +223,7 @@ impl Arbiter for Etcd {
                 (self.creation_condition(migration, "GREATER"), SOURCE, Ownership::Source)
             }
         };
-        match self.decide(migration, compare, self.put_request(migration, value))? {
+        match self.decide(migration, compare, self.put_request(migration, value))?.0 {
             None => Ok(owner),
             Some(held) => held,
         }

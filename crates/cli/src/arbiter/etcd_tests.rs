@@ -179,6 +179,20 @@ fn silent_member_is_given_up_and_the_next_member_is_asked() {
     drop(TcpStream::connect(silent.local_addr().unwrap()));
 }
 
+/// A member has created the key, and its answer was lost.
+#[test]
+fn key_of_a_repeated_request_is_no_key_of_another_program() {
+    let Some(process) = etcd_process::start() else { return };
+    at(process.port()).open(id(7)).unwrap();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let members = [silent.local_addr().unwrap().port(), process.port()];
+    let members = members.map(|port| format!("http://127.0.0.1:{port}")).to_vec();
+    let etcd = Etcd::new(members, "/test/".into(), Access::default()).unwrap();
+    etcd.open(id(7)).unwrap();
+    // The second member is asked first now, so the request is not repeated.
+    assert!(matches!(etcd.open(id(7)), Err(ArbiterError::NoRegister(_))));
+}
+
 /// Members that accept connections and never answer cost [`PATIENCE`] each, with the first request
 /// only.
 #[test]

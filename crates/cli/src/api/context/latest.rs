@@ -4,6 +4,7 @@ use super::{GuestPlace, Migration, RunContext, lock};
 use crate::api::migration;
 use crate::arbiter::ArbiterThread;
 use crate::speed::Start;
+use anyhow::{Result, bail};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -78,6 +79,30 @@ impl RunContext {
         if let Some(report) = &mut lock(&self.migration).report {
             report["stands_still"] = json!(false);
         }
+    }
+
+    /// Records that the operator has taken the guest back, whose owner was unknown. The report of
+    /// the latest migration says that the guest is at the source.
+    pub(crate) fn was_taken_back(&self) {
+        if let Some(report) = &mut lock(&self.migration).report {
+            let why = report["error"].as_str().unwrap_or("the owner of the guest was unknown");
+            let why = format!("{why}; the operator has taken the guest back (recover --take)");
+            let failed = MigrationState::Failed;
+            (report["error"], report["state"]) = (json!(why), json!(failed));
+            report["outcome"] = json!("failed");
+        }
+    }
+
+    /// Returns an error if the guest runs at the target, or may run there, although its migration
+    /// has not ended here.
+    pub(crate) fn require_not_handed_over(&self) -> Result<()> {
+        if self.handed_over() {
+            bail!("the guest runs at the target; send the command to its process there");
+        }
+        if self.undecided() {
+            bail!("it is not known whether the target runs this guest, and the arbiter is asked");
+        }
+        Ok(())
     }
 
     /// Returns whether the guest runs at the target while this process still has pages of the
