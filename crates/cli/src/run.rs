@@ -53,7 +53,6 @@ const LINGER: Duration = Duration::from_millis(200);
 pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> Result<Status> {
     check(args)?;
     crate::descriptors::raise_limit();
-    args.record.as_deref().map(working_set::check_record).transpose()?;
     // A jail changes the working directory, so it is read before the confinement begins.
     let started = StartArguments::of_this_process()?;
     let incoming = args.incoming.as_ref().and_then(IncomingArg::uri);
@@ -117,9 +116,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     // Pages of an on-demand restore must still arrive until the vCPUs have stopped.
     machine.stop();
     console::drain();
-    drop(kept);
-    drop(server);
-    drop(console);
+    drop((kept, server, console));
     result
 }
 
@@ -162,6 +159,7 @@ fn start_threads(args: &RunArgs, shared: &Arc<RunContext>) -> Result<Option<Cons
 
 /// Checks that the options fit together.
 fn check(args: &RunArgs) -> Result<()> {
+    args.record.as_deref().map(working_set::check_record).transpose()?;
     if args.guest == GuestKind::Process {
         guest::fits_a_process(args)?;
     }
@@ -438,11 +436,7 @@ fn serve(
             return ended(shared, &how, status, args);
         }
         if shared.place() == GuestPlace::Running {
-            match limiter.adjust(machine) {
-                Ok(true) => shared.set_limited(limiter.limited()),
-                Ok(false) => {}
-                Err(error) => tracing::warn!("the limits of the vCPUs are not enforced: {error:#}"),
-            }
+            enforce_limits(&mut limiter, machine, shared);
         }
         if let Some(guest) = &mut kept.shared {
             guest.look();
@@ -485,6 +479,14 @@ fn serve(
                 let _ = reply.send(done.map_err(|error| advice::told(&error)));
             }
         }
+    }
+}
+
+fn enforce_limits(limiter: &mut Limiter, machine: &mut Machine, shared: &RunContext) {
+    match limiter.adjust(machine) {
+        Ok(true) => shared.set_limited(limiter.limited()),
+        Ok(false) => {}
+        Err(error) => tracing::warn!("the limits of the vCPUs are not enforced: {error:#}"),
     }
 }
 

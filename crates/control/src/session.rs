@@ -37,7 +37,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            // A request may contain the certificates of an authority, of which a host has hundreds.
+            // A request may contain the certificates of all authorities that a host trusts.
             message_bytes: 1 << 20,
             depth: 32,
             pending: 8,

@@ -145,6 +145,11 @@ pub(crate) enum Flaw {
     ResetsAtOnce,
 }
 
+/// Returns the number of entries after which a vCPU is stopped on a processor without PML.
+fn computed_usable(kernel: &impl Kernel) -> u32 {
+    kernel.entries().saturating_sub(RESERVED_ENTRIES).max(1)
+}
+
 #[derive(Debug)]
 pub(crate) struct Core<K> {
     kernel: K,
@@ -161,12 +166,10 @@ pub(crate) struct Core<K> {
     /// to [`discard`](Self::discard) since. Only a hint: a page that two vCPUs wrote is missing
     /// once the ring of one of them is harvested.
     seen: Found,
-    /// Number of entries that a vCPU can fill before it is stopped, as computed from the size of
-    /// the ring. It is used until `learned` is known, because the true number depends on the
-    /// processor.
+    /// Number of entries after which a vCPU may be stopped: the smallest number that a full ring
+    /// held, because the true number depends on the processor. Before the first full ring, computed
+    /// from the size of the ring.
     usable: AtomicU32,
-    /// Smallest number of entries that a full ring held, or `u32::MAX` before the first full ring.
-    learned: AtomicU32,
     made: Instant,
     #[cfg(test)]
     pub(crate) flaw: Flaw,
@@ -181,7 +184,7 @@ impl<K: Kernel> Core<K> {
             next: AtomicU32::new(0),
             counters: Counters::default(),
         };
-        let usable = kernel.entries().saturating_sub(RESERVED_ENTRIES).max(1);
+        let usable = computed_usable(&kernel);
         Self {
             kernel,
             rings: (0..rings).map(ring).collect(),
@@ -190,7 +193,6 @@ impl<K: Kernel> Core<K> {
             found,
             seen,
             usable: AtomicU32::new(usable),
-            learned: AtomicU32::new(u32::MAX),
             made: Instant::now(),
             #[cfg(test)]
             flaw: Flaw::None,
@@ -220,15 +222,12 @@ impl<K: Kernel> Core<K> {
 
     /// Returns the number of entries of a ring that a vCPU can fill before it has to stop.
     pub(crate) fn usable(&self) -> u32 {
-        match self.learned.load(Ordering::Relaxed) {
-            u32::MAX => self.usable.load(Ordering::Relaxed),
-            learned => learned,
-        }
+        self.usable.load(Ordering::Relaxed)
     }
 
     /// Forgets the learned number of usable entries.
     pub(crate) fn unlearn(&self) {
-        self.learned.store(u32::MAX, Ordering::Relaxed);
+        self.usable.store(computed_usable(&self.kernel), Ordering::Relaxed);
     }
 
     pub(crate) fn counters(&self, ring: usize) -> &Counters {
@@ -443,7 +442,7 @@ impl<K: Kernel> Core<K> {
         if let Ok(pages) = u32::try_from(pages)
             && pages >= least.max(self.kernel.entries() / 4)
         {
-            self.learned.fetch_min(pages, Ordering::Relaxed);
+            self.usable.fetch_min(pages, Ordering::Relaxed);
         }
     }
 

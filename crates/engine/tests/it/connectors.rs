@@ -147,19 +147,25 @@ fn guest_moves_over_connections_that_the_caller_makes() {
     }
 }
 
+fn with_demand_paging() -> (Toy, Toy) {
+    let source = Toy::new(Options { demand_paging: true, ..Options::default() }, true);
+    let target = source.target();
+    (source, target)
+}
+
+/// Returns the settings of a postcopy in which most of the memory is missing while the test acts on
+/// the connections.
+fn slow_postcopy() -> Settings {
+    Settings { mode: MigrationMode::Postcopy, max_bandwidth: Some(2 << 20), ..quick() }
+}
+
 #[test]
 fn lost_link_is_taken_up_over_new_connections_of_the_connector() {
     for one_for_all in [false, true] {
         let daemon = Daemon::new(one_for_all);
         let listener = daemon.listener();
-        let mut source = Toy::new(Options { demand_paging: true, ..Options::default() }, true);
-        let mut target = source.target();
-        let settings = Settings {
-            mode: MigrationMode::Postcopy,
-            // Most of the memory is missing when the connections are closed.
-            max_bandwidth: Some(2 << 20),
-            ..quick()
-        };
+        let (mut source, mut target) = with_demand_paging();
+        let settings = slow_postcopy();
         let handle = MigrationHandle::new();
         let near = Near(Arc::clone(&daemon));
         let ended = std::thread::scope(|scope| {
@@ -211,16 +217,12 @@ fn wire(near: &UnixStream, far: &UnixStream) -> io::Result<Arc<AtomicBool>> {
 fn over_a_silent_connection(has_another: bool) {
     let daemon = Daemon::new(true);
     let listener = daemon.listener();
-    let mut source = Toy::new(Options { demand_paging: true, ..Options::default() }, true);
-    let mut target = source.target();
+    let (mut source, mut target) = with_demand_paging();
     let settings = Settings {
-        mode: MigrationMode::Postcopy,
-        // Most of the memory is missing when the connection becomes silent.
-        max_bandwidth: Some(2 << 20),
         // Longer than a thread pauses on a busy host.
         peer_timeout: Duration::from_secs(4),
         reconnect_for: PATIENCE,
-        ..quick()
+        ..slow_postcopy()
     };
     let wires = Mutex::new(Vec::new());
     let near = By(|_: &Attempt<'_>| {

@@ -48,17 +48,25 @@ impl Vm {
         if !board.exit().is_some_and(|exit| exit.is_reset()) {
             return Err(Error::WrongState { what, why: "the guest has not asked for it".to_owned() });
         }
-        if self.pristine.is_none() {
+        let Some(pristine) = self.pristine.take() else {
             let why =
                 "the guest was migrated to this VM, and its kernel was loaded on another host".to_owned();
             return Err(Error::WrongState { what, why });
+        };
+        if let Err(error) = self.stand_by() {
+            // Nothing has changed, so the call can be repeated.
+            self.pristine = Some(pristine);
+            return Err(error);
         }
+        self.become_pristine(what, pristine)
+    }
+
+    /// Pauses the vCPUs and quiesces the devices for a reset.
+    fn stand_by(&mut self) -> Result<()> {
         self.keeper.iter().for_each(|keeper| keeper.set_running(false));
-        board.pause_all(PATIENCE)?;
+        self.shared.board.pause_all(PATIENCE)?;
         self.stage = Stage::Paused;
-        self.shared.devices.bus().quiesce()?;
-        // Taken last: after an error above, the call can be repeated.
-        self.pristine.take().map_or(Ok(()), |pristine| self.become_pristine(what, pristine))
+        self.shared.devices.bus().quiesce()
     }
 
     /// Gives the machine the state `pristine`. After an error, the VM cannot be used.
