@@ -173,6 +173,23 @@ fn jail_contains_only_the_named_files() {
         drop(source);
         target.quit();
         assert!(!std::path::Path::new(&own.path("target")).exists(), "its socket is gone");
+        // A process that may have to listen at a low port keeps the capability to do so.
+        let third = folder.path("third");
+        let more = ["--incoming", "defer", "--jail", &third, "--uid", "64001", "--gid", "64001"];
+        let waits = Run::start(kind, &own, "waits", &more);
+        waits.wait("the target waiting", |_| true);
+        const CAP_NET_BIND_SERVICE: u64 = 1 << 10;
+        for thread in threads(&waits) {
+            for set in ["CapPrm", "CapEff"] {
+                let has = u64::from_str_radix(&thread.fields[set], 16).unwrap();
+                assert!(
+                    has & CAP_NET_BIND_SERVICE != 0 && has.count_ones() <= 2,
+                    "{set}: {:?}",
+                    thread.fields
+                );
+            }
+        }
+        waits.quit();
     }
 }
 

@@ -4,7 +4,8 @@
 //! Capabilities belong to threads. The bounding, inheritable and ambient sets are reduced first,
 //! while the process has only one thread, so that later threads inherit the reduced sets. Each
 //! later thread reduces its permitted and effective sets at its start. The first thread reduces
-//! them after it has opened everything that needs a capability.
+//! them after it has opened everything that needs a capability. A process that enters a jail
+//! reduces them when it changes its user.
 
 use crate::report::Measure;
 use caps::{CapSet, Capability, CapsHashSet};
@@ -28,12 +29,13 @@ pub(crate) fn narrow(kept: &[KeptCapability]) -> Result<(), String> {
     caps::clear(None, CapSet::Inheritable).map_err(failed)
 }
 
-/// Gives up all capabilities of the calling thread except those in `kept`.
+/// Gives up all capabilities of the calling thread except those in `kept`. Those that the thread
+/// keeps are effective afterwards.
 pub(crate) fn give_up(kept: &[KeptCapability]) -> Result<(), String> {
     let failed = |error: caps::errors::CapsError| error.to_string();
     let has = caps::read(None, CapSet::Permitted).map_err(failed)?;
     let stays: CapsHashSet = set(kept).intersection(&has).copied().collect();
-    if has == stays {
+    if has == stays && caps::read(None, CapSet::Effective).map_err(failed)? == stays {
         return Ok(());
     }
     caps::set(None, CapSet::Effective, &stays).map_err(failed)?;

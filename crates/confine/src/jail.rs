@@ -7,6 +7,7 @@
 //! group to use them. No file in the jail can be executed, because the program is already in
 //! memory.
 
+use crate::capabilities::{self, KeptCapability};
 use crate::files::{File, Use};
 use rustix::fs::{CWD, FileType, Mode};
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
@@ -87,8 +88,8 @@ const ROOT: &std::ffi::CStr = c"mode=0755,size=4m,nr_inodes=4k";
 
 impl Jail {
     /// Moves the process into the jail, which contains `files` and no other file of the host. The
-    /// process must have one thread.
-    pub(crate) fn enter(&self, files: &[File]) -> Result<(), JailError> {
+    /// user of the jail has only the capabilities in `keep`. The process must have one thread.
+    pub(crate) fn enter(&self, files: &[File], keep: &[KeptCapability]) -> Result<(), JailError> {
         if !rustix::process::geteuid().is_root() {
             return Err(JailError::NotRoot);
         }
@@ -104,7 +105,7 @@ impl Jail {
         proc_in(&root)?;
         folders(&inside(&root, &cwd)).map_err(doing(|| format!("make {} in the jail", cwd.display())))?;
         change_root(&root, &cwd)?;
-        self.become_user()
+        self.become_user(keep)
     }
 
     /// Leaves the host's namespaces, and mounts the empty root. Returns its path.
@@ -155,13 +156,19 @@ impl Jail {
         rustix::mount::mount_remount(&target, flags, c"").map_err(doing(show))
     }
 
-    fn become_user(&self) -> Result<(), JailError> {
+    fn become_user(&self, keep: &[KeptCapability]) -> Result<(), JailError> {
         let show = || format!("become user {} of group {}", self.uid, self.gid);
         let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
         // rustix changes the credentials of the calling thread, which is the only one.
         rustix::thread::set_thread_groups(&[]).map_err(doing(show))?;
         rustix::thread::set_thread_res_gid(gid, gid, gid).map_err(doing(show))?;
+        // Without this, the kernel would remove all capabilities when the user changes.
+        rustix::thread::set_keep_capabilities(true).map_err(doing(show))?;
         rustix::thread::set_thread_res_uid(uid, uid, uid).map_err(doing(show))?;
+        rustix::thread::set_keep_capabilities(false).map_err(doing(show))?;
+        capabilities::give_up(keep)
+            .map_err(io::Error::other)
+            .map_err(doing(|| "give up the capabilities of root".into()))?;
         // The kernel made root the owner of /proc/self when the user changed, but the process must
         // read its pagemap there.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).map_err(doing(show))
@@ -288,7 +295,7 @@ mod tests {
     #[test]
     fn jail_refuses_root_as_its_user() {
         let jail = Jail { folder: "/nonexistent/jail".into(), uid: 0, gid: 5 };
-        let error = jail.enter(&[]).unwrap_err();
+        let error = jail.enter(&[], &[]).unwrap_err();
         let root = rustix::process::geteuid().is_root();
         assert!(matches!(error, JailError::StaysRoot) == root && matches!(error, JailError::NotRoot) != root);
     }

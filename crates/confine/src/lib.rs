@@ -153,7 +153,7 @@ impl Confinement {
         let mut in_force = InForce::nothing(plan.mode);
         make_outputs(plan)?;
         if let Some(jail) = &plan.jail {
-            jail.enter(&plan.files)?;
+            jail.enter(&plan.files, &plan.keep)?;
             in_force.jail = Measure::in_force(format!(
                 "root {}, user {}, group {}",
                 jail.folder.display(),
