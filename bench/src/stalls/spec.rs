@@ -74,13 +74,14 @@ impl Options {
     /// Each vCPU writes 100 000 times per second to a working set of 64 MiB. The guest has 3 GiB of
     /// random data, and two vCPUs or one. The case `bursts` has two vCPUs that write for 300 ms and
     /// then sleep as long, so that the number of idle processors changes during the migration. The
-    /// case `short` has one vCPU and 1 GiB of data. Its migration takes less than a second. In
-    /// longer ones, a host that is itself a virtual machine may lose its processors for some time.
+    /// cases `short` and `short-2cpu` have 1 GiB of data, and one or two vCPUs. Their migrations
+    /// take about a second. In longer ones, a host that is itself a virtual machine may lose its
+    /// processors for some time.
     pub fn full() -> Self {
         let ours = OURS.into_iter().map(Side::Ours);
         let sides = [Side::Floor].into_iter().chain(ours).chain([QEMU, Side::Qemu { multifd: Some(2) }]);
         Options {
-            cases: vec![busy(2), busy(1), bursts(), short()],
+            cases: vec![busy(2), busy(1), bursts(), short(1), short(2)],
             sides: sides.collect(),
             repeats: 7,
             only: Vec::new(),
@@ -121,13 +122,13 @@ fn bursts() -> CaseSpec {
     }
 }
 
-/// Returns a busy guest that is moved in less than a second.
-fn short() -> CaseSpec {
+/// Returns a busy guest that is moved in about a second.
+fn short(vcpus: u32) -> CaseSpec {
     CaseSpec {
-        name: "short".into(),
+        name: if vcpus == 1 { "short".into() } else { format!("short-{vcpus}cpu") },
         memory: (1 << 30) + (512 << 20),
         workload: "uniform,ws=64M,data=1G,rate=100k,fill=random".into(),
         data: 1 << 30,
-        ..busy(1)
+        ..busy(vcpus)
     }
 }

@@ -55,6 +55,7 @@
 pub mod arbiter;
 mod awake;
 mod branch;
+mod breaks;
 mod channel;
 mod clock;
 mod demand;

@@ -611,7 +611,7 @@ impl<'e> Driver<'_, 'e> {
             self.hold(number, pages);
         } else {
             self.begin_pass(number, pages.pages());
-            self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), kind });
+            self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), kind, guest_runs: asks });
             if asks {
                 self.pages.request_free_pages(&pages);
             }

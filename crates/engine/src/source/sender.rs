@@ -10,6 +10,7 @@ use super::encode::{Encoded, PageEncoder};
 use super::hashes::{HashSender, Unknown};
 use super::pending::{Division, PageTurn, PassPages, SPAN_PAGES, Share};
 use super::turns::{Turn, Turns};
+use crate::breaks::Breaks;
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::handle::Counters;
 use crate::known::PageHash;
@@ -195,6 +196,9 @@ pub(crate) struct Sender<'a, S> {
     sequence: u64,
     /// True if the target takes announcements of touched pages.
     announces: bool,
+    breaks: Breaks,
+    /// True if the guest runs on this host, so that the sender takes breaks between frames.
+    takes_breaks: bool,
 }
 
 impl<'a, S: FrameSink> Sender<'a, S> {
@@ -214,6 +218,8 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             touched,
             sequence: 0,
             announces,
+            breaks: Breaks::default(),
+            takes_breaks: false,
         }
     }
 
@@ -231,6 +237,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// Returns the sender, which sends hashes of pages in the first pass, if `hashes` is given.
     pub(crate) fn hashing(self, hashes: Option<HashSender<'a>>) -> Self {
         Self { first_hashes: hashes, ..self }
+    }
+
+    /// Sets whether the sender takes breaks between frames.
+    pub(super) fn take_breaks(&mut self, take: bool) {
+        self.takes_breaks = take;
     }
 
     /// Sends no deltas any more, because the target is about to drop the missing pages.
@@ -622,7 +633,15 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             hashes.sent_contents(header.pages as u64);
         }
         self.frame.clear();
+        self.take_break();
         Ok(())
+    }
+
+    /// Takes a break between two frames, if it is due.
+    fn take_break(&mut self) {
+        if self.takes_breaks {
+            self.breaks.take();
+        }
     }
 
     /// Sends the frame, which contains hashes, and in addition runs of zeros.
@@ -650,6 +669,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         counters.count_channel(self.index, bytes);
         counters.hashes.sent(pages, bytes, frame.cpu);
         self.frame.clear();
+        self.take_break();
         Ok(())
     }
 }

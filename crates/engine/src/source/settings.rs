@@ -112,13 +112,14 @@ pub struct Settings {
     /// [`Settings::usual_channels`].
     pub channels: u16,
     /// True to let only some of the channels send at the same time while the guest runs, so that
-    /// the threads that send take no processor from vCPUs. Default: false.
+    /// the threads that send take few processors from vCPUs. Default: false.
     ///
     /// At first, one channel sends for each idle processor. Ten times a second, the source compares
     /// how long vCPUs have waited for processors ([`SourceVm::run_delays`]). If they wait, fewer
-    /// channels send, but at least one. If they do not wait, and a processor is idle, more channels
-    /// send. All channels send while the guest is stopped. If the VMM does not tell how long vCPUs
-    /// wait, the first number stays.
+    /// channels send, but two, because a sender that shares its processor with a vCPU works for
+    /// half of the time at most. If they do not wait, and a processor is idle, more channels send.
+    /// All channels send while the guest is stopped. If the VMM does not tell how long vCPUs wait,
+    /// the first number stays.
     ///
     /// The thread that calls [`migrate`](crate::migrate) must be allowed to open `/proc/loadavg`
     /// and `/proc/stat`. Otherwise, all processors count as idle at first, and none later.

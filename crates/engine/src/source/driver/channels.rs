@@ -28,18 +28,13 @@ pub(super) enum Job<'e> {
         pass: u32,
         pages: Arc<PassPages>,
         kind: PassKind,
+        /// True if the guest runs on this host during the pass.
+        guest_runs: bool,
     },
     /// Digests of all pages except those of `except`.
-    Digests {
-        pass: u32,
-        except: Arc<PageSet>,
-    },
+    Digests { pass: u32, except: Arc<PageSet> },
     /// Missing pages that no vCPU waits for.
-    Remaining {
-        pass: u32,
-        claims: Arc<Claims>,
-        urgent: Arc<Vec<UrgentOut<'e>>>,
-    },
+    Remaining { pass: u32, claims: Arc<Claims>, urgent: Arc<Vec<UrgentOut<'e>>> },
 }
 
 /// Current set of channels, and the threads of all sets.
@@ -200,9 +195,13 @@ fn send_jobs(
     let mut sender = sender.encoding(encoder).announcing(announces).hashing(hashes);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
-            Job::Pages { pass, pages, kind } => sender.send_pass(*pass, pages, *kind),
+            Job::Pages { pass, pages, kind, guest_runs } => {
+                sender.take_breaks(*guest_runs);
+                sender.send_pass(*pass, pages, *kind)
+            }
             Job::Digests { pass, except } => sender.send_digests(*pass, except),
             Job::Remaining { pass, claims, urgent } => {
+                sender.take_breaks(false);
                 vmferry_thread::scheduling::give_way();
                 sender.send_remaining(*pass, claims, urgent)
             }

@@ -58,6 +58,6 @@ impl Driver<'_, '_> {
 
     fn give_out_first(&mut self, number: u32, pages: Arc<PassPages>) {
         self.account.timings.begin_pass(number, pages.pages(), self.context.handle);
-        self.give_out(&Job::Pages { pass: number, pages, kind: PassKind::First });
+        self.give_out(&Job::Pages { pass: number, pages, kind: PassKind::First, guest_runs: true });
     }
 }
