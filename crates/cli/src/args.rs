@@ -268,8 +268,8 @@ pub(crate) struct DemoArgs {
     /// Number of bulk channels
     ///
     /// `auto` is one channel for each processor, from 1 to 4. While the guest runs, only as many of
-    /// them send at the same time as there are processors that the guest leaves idle, or two if
-    /// there are none.
+    /// them send at the same time as there are processors that the guest leaves idle, or up to
+    /// two if there are none.
     #[arg(long, default_value_t, value_name = "auto|N", help_heading = heading::TRANSFER)]
     pub(crate) channels: ChannelsArg,
     /// Confinement of the two processes, as in `run --sandbox`
@@ -589,9 +589,9 @@ pub(crate) struct MigrateArgs {
     /// Number of bulk channels [default: auto]
     ///
     /// `auto` is one channel for each processor, from 1 to 4. While the guest runs, only as many of
-    /// them send at the same time as there are processors that the guest leaves idle, or two if
-    /// there are none. If the target is given as several sockets (fd:N,N...), the default is the
-    /// number of sockets that no other channel needs.
+    /// them send at the same time as there are processors that the guest leaves idle, or up to
+    /// two if there are none. If the target is given as several sockets (fd:N,N...), the default is
+    /// the number of sockets that no other channel needs.
     #[arg(long, value_name = "auto|N", help_heading = heading::TRANSFER)]
     pub(crate) channels: Option<ChannelsArg>,
     /// Stop the guest once the expected downtime is at most T

@@ -161,7 +161,7 @@ fn plan(args: &RunArgs) -> Plan {
     let mut plan = Plan::new(sandbox.sandbox.mode());
     plan.files = files(args);
     plan.ports = ports(args);
-    plan.keep = keep(&plan.ports);
+    plan.keep = keep(&plan.ports, sandbox.jail.is_some());
     if let (Some(folder), Some(uid), Some(gid)) = (sandbox.jail.clone(), sandbox.uid, sandbox.gid) {
         plan.jail = Some(Jail { folder, uid, gid });
     }
@@ -216,10 +216,11 @@ fn ports(args: &RunArgs) -> Ports {
     Ports::Only(incoming.into_iter().chain(args.metrics.map(|address| address.port())).collect())
 }
 
-/// Returns the capabilities that a process of root keeps.
-fn keep(ports: &Ports) -> Vec<vmferry_confine::KeptCapability> {
+/// Returns the capabilities that a process of root keeps. With `CAP_SYS_PTRACE`, a process could
+/// leave its jail through another process of the host.
+fn keep(ports: &Ports, jailed: bool) -> Vec<vmferry_confine::KeptCapability> {
     let mut keep = Vec::new();
-    if !Path::new("/dev/userfaultfd").exists() {
+    if !jailed && !Path::new("/dev/userfaultfd").exists() {
         keep.push((Capability::CAP_SYS_PTRACE, "(for userfaultfd, because /dev/userfaultfd is missing)"));
     }
     let low = |port: &u16| (1..PRIVILEGED).contains(port);

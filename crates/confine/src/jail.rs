@@ -162,6 +162,9 @@ impl Jail {
         // rustix changes the credentials of the calling thread, which is the only one.
         rustix::thread::set_thread_groups(&[]).map_err(doing(show))?;
         rustix::thread::set_thread_res_gid(gid, gid, gid).map_err(doing(show))?;
+        capabilities::narrow(keep)
+            .map_err(io::Error::other)
+            .map_err(doing(|| "give up the capabilities of root".into()))?;
         // Without this, the kernel would remove all capabilities when the user changes.
         rustix::thread::set_keep_capabilities(true).map_err(doing(show))?;
         rustix::thread::set_thread_res_uid(uid, uid, uid).map_err(doing(show))?;

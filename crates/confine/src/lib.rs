@@ -160,6 +160,7 @@ impl Confinement {
                 jail.uid,
                 jail.gid
             ));
+            in_force.capabilities = capabilities::describe(&plan.keep);
         }
         if plan.mode == Mode::Off {
             return Ok(Self { in_force, complete: true });

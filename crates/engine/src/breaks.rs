@@ -94,28 +94,32 @@ impl Scheduler for Linux {
 }
 
 impl Breaks {
-    /// Takes a break if the thread has worked long enough since the last one. The thread must not
-    /// hold a lock that a vCPU or another sender waits for.
-    pub(crate) fn take(&mut self) {
-        self.take_with(&mut Linux);
+    /// Takes a break if the thread has worked long enough since the last one, and returns whether it
+    /// did. The thread must not hold a lock that a vCPU or the migration's own thread waits for.
+    pub(crate) fn take(&mut self) -> bool {
+        self.take_with(&mut Linux)
     }
 
-    fn take_with(&mut self, scheduler: &mut impl Scheduler) {
+    fn take_with(&mut self, scheduler: &mut impl Scheduler) -> bool {
         let worked = scheduler.cpu_time().saturating_sub(self.worked_before);
         if worked < WORK {
-            return;
+            return false;
         }
+        let processor = scheduler.processor();
         match &mut self.shared {
-            Some(shared) if shared.sleeps_left > 0 && shared.processor == scheduler.processor() => {
+            Some(shared) if shared.sleeps_left > 0 && shared.processor == processor => {
                 shared.sleeps_left -= 1;
                 scheduler.sleep(worked.min(LONGEST));
             }
             shared => {
                 let busy = scheduler.yield_now() >= BUSY.max(worked * LONGER);
-                *shared = busy.then(|| Shared { processor: scheduler.processor(), sleeps_left: SLEEPS });
+                // If the scheduler has moved the thread meanwhile, it may be alone now.
+                let shares = busy && scheduler.processor() == processor;
+                *shared = shares.then_some(Shared { processor, sleeps_left: SLEEPS });
             }
         }
         self.worked_before = scheduler.cpu_time();
+        true
     }
 }
 
@@ -133,6 +137,8 @@ mod tests {
         processor: i32,
         /// Processor that has a busy thread.
         busy: Option<i32>,
+        /// True if the scheduler moves the thread to another processor while it waits.
+        moves: bool,
     }
 
     const TICK: Duration = Duration::from_millis(4);
@@ -155,6 +161,7 @@ mod tests {
             let next = TICK * u32::try_from(ticks).unwrap();
             let took = next - self.now;
             self.now = next;
+            self.processor += i32::from(self.moves);
             took
         }
 
@@ -221,6 +228,13 @@ mod tests {
             assert!(host.slept - slept <= most, "{:?} with moves = {moves}", host.slept - slept);
             assert!(breaks.shared.is_none());
         }
+    }
+
+    #[test]
+    fn thread_that_is_moved_while_it_yields_does_not_sleep() {
+        let mut host = Host { busy: Some(0), moves: true, ..Host::default() };
+        host.send(&mut Breaks::default(), 100);
+        assert_eq!((host.slept, host.processor), (Duration::ZERO, 1));
     }
 
     #[test]

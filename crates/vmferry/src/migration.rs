@@ -79,8 +79,8 @@ impl Migration {
     }
 
     /// Uses one bulk channel for each processor of the host, from 1 to 4. While the guest runs,
-    /// only as many of them send as there are processors that the guest leaves idle, or two if
-    /// there are none: [`Settings::adapt_channels`].
+    /// only as many of them send as there are processors that the guest leaves idle, or up to
+    /// two if there are none: [`Settings::adapt_channels`].
     pub fn adapting_channels(self) -> Self {
         let channels = Settings::usual_channels();
         self.set(|settings| (settings.channels, settings.adapt_channels) = (channels, true))

@@ -290,6 +290,11 @@ impl PageEncoder {
         }))
     }
 
+    /// Notes that the thread has taken a break, which is no wait for the link.
+    pub(super) fn rested(&mut self) {
+        self.wait.reset();
+    }
+
     /// Begins a pass.
     pub(crate) fn begin_pass(&mut self, kind: PassKind) {
         self.wait.reset();

@@ -639,8 +639,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
 
     /// Takes a break between two frames, if it is due.
     fn take_break(&mut self) {
-        if self.takes_breaks {
-            self.breaks.take();
+        if self.takes_breaks
+            && self.breaks.take()
+            && let Some(encoder) = &mut self.encoder
+        {
+            encoder.rested();
         }
     }
 

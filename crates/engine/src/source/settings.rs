@@ -116,8 +116,9 @@ pub struct Settings {
     ///
     /// At first, one channel sends for each idle processor. Ten times a second, the source compares
     /// how long vCPUs have waited for processors ([`SourceVm::run_delays`]). If they wait, fewer
-    /// channels send, but two, because a sender that shares its processor with a vCPU works for
-    /// half of the time at most. If they do not wait, and a processor is idle, more channels send.
+    /// channels send, but at least one. Two channels send if no processor is idle and the vCPUs
+    /// wait nevertheless, because a sender that shares its processor with a vCPU takes breaks. If
+    /// they do not wait, and a processor is idle, more channels send.
     /// All channels send while the guest is stopped. If the VMM does not tell how long vCPUs wait,
     /// the first number stays.
     ///

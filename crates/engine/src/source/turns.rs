@@ -124,6 +124,9 @@ const WAKE_UPS: f64 = 0.05;
 /// A sender that shares its processor with a vCPU works for half of the time at most, because it
 /// [takes breaks](crate::breaks). So two of them are about as fast as one on an idle processor.
 const SHARING: u16 = 2;
+/// Number of processors that vCPUs lack at least if senders share processors with them. A sender
+/// takes up to half of a processor.
+const SHARED: f64 = 0.4;
 /// Number of processors that must be idle for one sender more.
 const SPARE: f64 = 0.9;
 /// Number of decisions for which the limit stays after it was lowered right after it had been
@@ -134,10 +137,11 @@ const LONGEST_HOLD: u32 = 64;
 /// Decides how many senders work at the same time.
 ///
 /// The vCPUs of the guest come first: if they wait for processors, the limit falls by as many
-/// senders as they lack processors, but not below [`SHARING`]. If they wait although only one
-/// sender works, this sender shares its processor with a vCPU, and the limit rises to [`SHARING`].
-/// If they do not wait, and a processor is idle, the limit rises by one. If that makes the vCPUs
-/// wait, the limit falls again, and the next attempt comes later.
+/// senders as they lack processors. If they do not wait, and a processor is idle, the limit rises
+/// by one. If that makes the vCPUs wait, the limit falls again, and the next attempt comes later.
+///
+/// If no processor is idle, and the vCPUs still lack [`SHARED`] processors with few senders, these
+/// senders share processors with vCPUs. Then [`SHARING`] of them work.
 #[derive(Debug)]
 pub(crate) struct Adapter {
     channels: u16,
@@ -174,8 +178,12 @@ impl Adapter {
         self.figures.vcpu_wait_us += u64::try_from(waited.as_micros()).unwrap_or(u64::MAX);
         let lacking = waited.as_secs_f64() / now.saturating_sub(at).as_secs_f64().max(1e-9);
         let usual = if idle >= SPARE { WAKE_UPS * waits.len() as f64 } else { 0.0 };
-        if lacking >= CROWDED + usual {
-            self.share(lacking);
+        let sharing = SHARING.min(self.channels);
+        if self.limit() <= sharing && lacking >= SHARED && idle < SPARE {
+            self.change(sharing);
+            self.rose = false;
+        } else if lacking >= CROWDED + usual {
+            self.lower(lacking);
         } else if self.hold > 0 {
             self.hold -= 1;
         } else if lacking <= CALM + usual && idle >= SPARE && self.limit() < self.channels {
@@ -188,8 +196,7 @@ impl Adapter {
         self.limit()
     }
 
-    /// Sets the limit for vCPUs that lack `lacking` processors.
-    fn share(&mut self, lacking: f64) {
+    fn lower(&mut self, lacking: f64) {
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
@@ -201,7 +208,7 @@ impl Adapter {
             self.next_hold = (self.next_hold * 2).min(LONGEST_HOLD);
         }
         self.rose = false;
-        self.change(self.limit().saturating_sub(senders).max(SHARING.min(self.channels)));
+        self.change(self.limit().saturating_sub(senders).max(1));
     }
 
     fn change(&mut self, limit: u16) {
@@ -251,11 +258,11 @@ mod tests {
     #[test]
     fn waiting_vcpus_take_senders_away_and_idle_processors_give_them_back() {
         let mut adapter = Adapter::new(4, 4);
-        assert_eq!(limits(&mut adapter, &[(0.1, 0.0), (0.3, 0.0), (1.5, 0.0), (9.0, 0.0)]), [4, 3, 2, 2]);
+        assert_eq!(limits(&mut adapter, &[(0.1, 0.0), (0.3, 0.0), (1.5, 0.0), (9.0, 0.0)]), [4, 3, 1, 2]);
         assert_eq!(limits(&mut adapter, &[(0.0, 0.5), (0.0, 1.0), (0.15, 2.0), (0.0, 3.0)]), [2, 3, 3, 4]);
         assert_eq!(limits(&mut adapter, &[(0.0, 3.0), (0.0, 3.0)]), [4, 4]);
         let figures = adapter.figures();
-        assert_eq!((figures.now, figures.least, figures.most, figures.changes), (4, 2, 4, 4));
+        assert_eq!((figures.now, figures.least, figures.most, figures.changes), (4, 1, 4, 5));
         assert_eq!(figures.vcpu_wait_us, 1_105_000);
     }
 
@@ -268,24 +275,28 @@ mod tests {
             (1..4).map(|count| adapter.decide(INTERVAL * count, &waits(count), idle)).collect::<Vec<_>>()
         };
         assert_eq!(decide(8.0), [3, 4, 4]);
-        assert_eq!(decide(0.5), [3, 2, 2], "no processor is idle, so the vCPUs lack processors");
+        assert_eq!(decide(0.5), [3, 1, 2], "no processor is idle, so the vCPUs lack processors");
     }
 
     #[test]
-    fn sender_that_shares_its_processor_gets_a_second_one() {
+    fn second_sender_works_while_senders_share_processors_with_vcpus() {
         let mut adapter = Adapter::new(4, 1);
-        assert_eq!(limits(&mut adapter, &[(0.1, 0.0), (0.6, 0.0), (0.9, 0.0), (0.1, 0.0)]), [1, 2, 2, 2]);
+        assert_eq!(limits(&mut adapter, &[(0.1, 0.0), (0.6, 0.0), (0.9, 0.0), (0.3, 0.0)]), [1, 2, 2, 1]);
+        // A control group limits the processors of the process.
+        assert_eq!(limits(&mut adapter, &[(0.6, 1.0), (0.6, 1.0)]), [1, 1]);
+        // One processor is idle.
+        assert_eq!(limits(&mut adapter, &[(0.0, 1.0), (0.3, 0.0), (0.0, 0.0)]), [2, 1, 1]);
         let mut only = Adapter::new(1, 1);
         assert_eq!(limits(&mut only, &[(0.6, 0.0), (0.6, 1.0)]), [1, 1]);
     }
 
     #[test]
     fn attempts_that_make_vcpus_wait_become_rare() {
-        let mut adapter = Adapter::new(3, 2);
-        // A third sender always makes the vCPUs wait.
-        let (mut raised, mut limit) = (Vec::new(), 2);
+        let mut adapter = Adapter::new(2, 1);
+        // A second sender always makes the vCPUs wait.
+        let (mut raised, mut limit) = (Vec::new(), 1);
         for step in 0..200 {
-            let lacking = if limit == 3 { 0.5 } else { 0.0 };
+            let lacking = if limit == 2 { 0.5 } else { 0.0 };
             let next = limits(&mut adapter, &[(lacking, 1.0)])[0];
             if next > limit {
                 raised.push(step);
@@ -294,9 +305,9 @@ mod tests {
         }
         let pauses: Vec<i32> = raised.windows(2).map(|pair| pair[1] - pair[0]).collect();
         assert_eq!(pauses[..5], [6, 10, 18, 34, 66]);
-        // The vCPUs become idle, so the third sender does no harm any more.
+        // The vCPUs become idle, so the second sender does no harm any more.
         let calm = limits(&mut adapter, &[(0.0, 1.0); 80]);
-        assert_eq!(calm.last(), Some(&3));
+        assert_eq!(calm.last(), Some(&2));
         assert_eq!(adapter.next_hold, FIRST_HOLD);
     }
 

@@ -199,7 +199,10 @@ fn send_jobs(
                 sender.take_breaks(*guest_runs);
                 sender.send_pass(*pass, pages, *kind)
             }
-            Job::Digests { pass, except } => sender.send_digests(*pass, except),
+            Job::Digests { pass, except } => {
+                sender.take_breaks(false);
+                sender.send_digests(*pass, except)
+            }
             Job::Remaining { pass, claims, urgent } => {
                 sender.take_breaks(false);
                 vmferry_thread::scheduling::give_way();
