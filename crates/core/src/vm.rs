@@ -346,8 +346,9 @@ pub trait SourceVm: Migratable {
     /// (`/proc/self/task/ID/schedstat`, second field).
     ///
     /// If the settings adapt the channels, the engine calls this method about ten times a second
-    /// while the guest runs. It adapts the number of channels that send at the same time to the growth
-    /// of these times. The default returns an empty list, which means that the times are unknown.
+    /// while the guest runs. It adapts the number of channels that send at the same time to the
+    /// growth of these times. The default returns an empty list, which means that the times are
+    /// unknown.
     fn run_delays(&self) -> Vec<Duration> {
         Vec::new()
     }

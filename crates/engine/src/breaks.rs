@@ -94,8 +94,8 @@ impl Scheduler for Linux {
 }
 
 impl Breaks {
-    /// Takes a break if the thread has worked long enough since the last one, and returns whether it
-    /// did. The thread must not hold a lock that a vCPU or the migration's own thread waits for.
+    /// Takes a break if the thread has worked long enough since the last one, and returns whether
+    /// it did. The thread must not hold a lock that a vCPU or the migration's own thread waits for.
     pub(crate) fn take(&mut self) -> bool {
         self.take_with(&mut Linux)
     }
