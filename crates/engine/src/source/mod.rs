@@ -297,6 +297,11 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
     if settings.max_bandwidth == Some(0) || stopped {
         return Err(MigrateError::Settings("the bandwidth limit is 0; omit it for no limit".into()));
     }
+    if settings.pace == BulkLimit::Rate(0) {
+        return Err(MigrateError::Settings(
+            "the rate limit of postcopy is 0, so its pages would never be sent; use BulkLimit::Off for no limit".into(),
+        ));
+    }
     if settings.mode == MigrationMode::Local && settings.verify {
         return Err(MigrateError::Settings(
             "a handoff copies no page, so there is nothing to verify; omit the verification".into(),

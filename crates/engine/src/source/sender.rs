@@ -343,6 +343,10 @@ impl<'a, S: FrameSink> Sender<'a, S> {
                 self.announce(pass, region, spans, &mut announcing)?;
             }
             self.send_chunk(pass, region.id, map, chunk, ask)?;
+            // A page with content must not wait between its digest and its transfer. Zeros may.
+            if self.frame_pages() == 0 {
+                self.take_break();
+            }
             self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
         }
         self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
@@ -436,11 +440,22 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             if !self.push(kind, region, PageIndex(index), (window, page)) {
                 self.flush(kind, region, pass)?;
                 self.send_unknown(pass)?;
+                self.take_break();
                 let fits = self.push(kind, region, PageIndex(index), (window, page));
                 assert!(fits, "an empty frame takes any page");
             }
         }
         Ok(())
+    }
+
+    /// Takes a break between two frames, if it is due.
+    fn take_break(&mut self) {
+        if self.takes_breaks
+            && self.breaks.take()
+            && let Some(encoder) = &mut self.encoder
+        {
+            encoder.rested();
+        }
     }
 
     /// Adds page `index`, which is page `page` of `window`, to the frame. Returns false if the
@@ -633,18 +648,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             hashes.sent_contents(header.pages as u64);
         }
         self.frame.clear();
-        self.take_break();
         Ok(())
-    }
-
-    /// Takes a break between two frames, if it is due.
-    fn take_break(&mut self) {
-        if self.takes_breaks
-            && self.breaks.take()
-            && let Some(encoder) = &mut self.encoder
-        {
-            encoder.rested();
-        }
     }
 
     /// Sends the frame, which contains hashes, and in addition runs of zeros.
@@ -672,7 +676,6 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         counters.count_channel(self.index, bytes);
         counters.hashes.sent(pages, bytes, frame.cpu);
         self.frame.clear();
-        self.take_break();
         Ok(())
     }
 }

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_core::{PauseCosts, RegionId};
 use vmferry_engine::{
-    Downtime, Listener, MigrationHandle, MigrationMode, MigrationState, OnTimeout, RunState, SenderFigures,
-    Settings, SwitchoverBandwidth, Uri,
+    BulkLimit, Downtime, Listener, MigrationHandle, MigrationMode, MigrationState, OnTimeout, RunState,
+    SenderFigures, Settings, SwitchoverBandwidth, Uri,
 };
 use vmferry_testkit::{PATIENCE, wait};
 
@@ -566,6 +566,8 @@ fn migration_that_cannot_begin_reports_the_reason_at_once() {
     assert!(still.contains("the bandwidth limit is 0"), "{still}");
     let stuck = Settings { switchover_bandwidth: Some(SwitchoverBandwidth::AtMost(0)), ..quick() };
     assert!(fails(&unix_uri(), &stuck).contains("the bandwidth limit is 0"));
+    let never = Settings { pace: BulkLimit::Rate(0), ..quick() };
+    assert!(fails(&unix_uri(), &never).contains("the rate limit of postcopy is 0"));
     let hasty = fails(&unix_uri(), &Settings { peer_timeout: Duration::ZERO, ..quick() });
     assert!(hasty.contains("the peer timeout is 0"), "{hasty}");
     assert!(source.works());
