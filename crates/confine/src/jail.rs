@@ -162,16 +162,14 @@ impl Jail {
         // rustix changes the credentials of the calling thread, which is the only one.
         rustix::thread::set_thread_groups(&[]).map_err(doing(show))?;
         rustix::thread::set_thread_res_gid(gid, gid, gid).map_err(doing(show))?;
-        capabilities::narrow(keep)
-            .map_err(io::Error::other)
-            .map_err(doing(|| "give up the capabilities of root".into()))?;
+        let refused =
+            |why| doing(|| "give up the capabilities of root".into())(io::Error::other::<String>(why));
+        capabilities::narrow(keep).map_err(refused)?;
         // Without this, the kernel would remove all capabilities when the user changes.
         rustix::thread::set_keep_capabilities(true).map_err(doing(show))?;
         rustix::thread::set_thread_res_uid(uid, uid, uid).map_err(doing(show))?;
         rustix::thread::set_keep_capabilities(false).map_err(doing(show))?;
-        capabilities::give_up(keep)
-            .map_err(io::Error::other)
-            .map_err(doing(|| "give up the capabilities of root".into()))?;
+        capabilities::give_up(keep).map_err(refused)?;
         // The kernel made root the owner of /proc/self when the user changed, but the process must
         // read its pagemap there.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).map_err(doing(show))

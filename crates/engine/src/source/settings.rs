@@ -118,9 +118,8 @@ pub struct Settings {
     /// how long vCPUs have waited for processors ([`SourceVm::run_delays`]). If they wait, fewer
     /// channels send, but at least one. Two channels send if no processor is idle and the vCPUs
     /// wait nevertheless, because a sender that shares its processor with a vCPU takes breaks. If
-    /// they do not wait, and a processor is idle, more channels send.
-    /// All channels send while the guest is stopped. If the VMM does not tell how long vCPUs wait,
-    /// the first number stays.
+    /// they do not wait, and a processor is idle, more channels send. All channels send while the
+    /// guest is stopped. If the VMM does not tell how long vCPUs wait, the first number stays.
     ///
     /// The thread that calls [`migrate`](crate::migrate) must be allowed to open `/proc/loadavg`
     /// and `/proc/stat`. Otherwise, all processors count as idle at first, and none later.
