@@ -89,7 +89,7 @@ impl Machine {
             [format!("unix:{main}"), json!({ "channel-type": "cpr", "addr": address }).to_string()];
         let mut process = Self::spawn(side, &incoming, setup, None)?;
         let deadline = Instant::now() + START_LIMIT;
-        while !channels[1].exists() {
+        while !listens(channels[1])? {
             let ended =
                 process.child.wait_for(Duration::from_millis(1)).map_err(QemuError::io("wait for it"))?;
             if ended.is_some() || Instant::now() > deadline {
@@ -289,9 +289,36 @@ fn tail(path: &Path) -> String {
     format!("last output: {}", lines.into_iter().rev().collect::<Vec<_>>().join(" / "))
 }
 
+/// Returns whether a socket of this network namespace listens at `path`. Its file exists before it
+/// listens, and the connection of a test would be the only one that QEMU accepts.
+///
+/// Source: `proc_pid_net(5)`, `/proc/pid/net/unix`; the flag is `__SO_ACCEPTCON`.
+fn listens(path: &Path) -> Result<bool, QemuError> {
+    const LISTENS: &str = "00010000";
+    let sockets = fs::read("/proc/self/net/unix").map_err(QemuError::io("list the sockets of this host"))?;
+    let path = path.display().to_string();
+    Ok(String::from_utf8_lossy(&sockets).lines().any(|line| {
+        // The columns are number, references, protocol, flags, type, state, inode and path.
+        let mut columns = line.split_ascii_whitespace();
+        columns.nth(3) == Some(LISTENS) && columns.nth(3) == Some(&path)
+    }))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bound_socket_does_not_listen_yet() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+        assert!(!listens(&path).unwrap());
+        socket.bind(&socket2::SockAddr::unix(&path).unwrap()).unwrap();
+        assert!(path.exists() && !listens(&path).unwrap());
+        socket.listen(1).unwrap();
+        assert!(listens(&path).unwrap());
+    }
 
     #[test]
     fn command_line_follows_the_spec() {
