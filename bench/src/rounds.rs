@@ -1,6 +1,7 @@
 //! Loop of every comparison: all sides in turn, round by round.
 
 use std::error::Error;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vmferry_report::json::Document;
@@ -14,6 +15,21 @@ pub(crate) const MEMORY_RESERVE: u64 = 512 << 20;
 
 /// Time in which the kernel frees the memory of guests that have ended.
 const FREED_WITHIN: Duration = Duration::from_secs(20);
+
+/// Whether the operator has asked for the end of the comparisons of this process. The flag orders no
+/// other memory.
+static ENDS: AtomicBool = AtomicBool::new(false);
+
+/// Lets all comparisons of this process end after the run that is under way. They keep the results
+/// of earlier runs.
+pub(crate) fn end() {
+    ENDS.store(true, Ordering::Relaxed);
+}
+
+/// Returns whether [`end`] was called.
+pub(crate) fn ends() -> bool {
+    ENDS.load(Ordering::Relaxed)
+}
 
 /// Result of a bench.
 #[derive(Debug)]
@@ -94,11 +110,13 @@ pub(crate) struct Rounds<'a> {
     pub(crate) progress: &'a mut dyn FnMut(&str),
     /// Failed runs, each with its round and reason.
     pub(crate) failures: Vec<String>,
+    /// Whether no further run begins.
+    ends: &'a AtomicBool,
 }
 
 impl<'a> Rounds<'a> {
     pub(crate) fn new(repeats: usize, progress: &'a mut dyn FnMut(&str)) -> Self {
-        Self { repeats, progress, failures: Vec::new() }
+        Self { repeats, progress, failures: Vec::new(), ends: &ENDS }
     }
 
     /// Runs each of `sides` once per round by `once`, which also gets the results of all sides so
@@ -114,6 +132,9 @@ impl<'a> Rounds<'a> {
 
     /// Does the same as `run`, but a side runs only in its first `most` rounds, because a long run
     /// needs fewer.
+    ///
+    /// After [`end`], no run begins, and a side without a result is skipped. The run that was under
+    /// way counts only if it succeeded, because the signal may have ended its processes, too.
     pub(crate) fn run_at_most<S: Copy, R>(
         &mut self,
         sides: impl IntoIterator<Item = S>,
@@ -127,7 +148,8 @@ impl<'a> Rounds<'a> {
             for turn in turns(sides.len(), round) {
                 let side = sides[turn].side;
                 let repeats = self.repeats.min(most(side));
-                if sides[turn].skipped.is_some() || round >= repeats {
+                let ended = self.ends.load(Ordering::Relaxed);
+                if ended || sides[turn].skipped.is_some() || round >= repeats {
                     continue;
                 }
                 let name = name(side);
@@ -137,12 +159,16 @@ impl<'a> Rounds<'a> {
                 match result {
                     Ok(result) => runs.rounds.push(Some(result)),
                     Err(Stop::Skip(why)) => runs.skipped = Some(why),
+                    Err(Stop::Fail(_)) if self.ends.load(Ordering::Relaxed) => {}
                     Err(Stop::Fail(why)) => {
                         runs.rounds.push(None);
                         self.failures.push(format!("{name}, round {}: {why}", round + 1));
                     }
                 }
             }
+        }
+        for runs in sides.iter_mut().filter(|runs| runs.rounds.is_empty()) {
+            runs.skipped.get_or_insert_with(|| "the bench was ended before a run of it".to_owned());
         }
         sides
     }
@@ -229,6 +255,27 @@ mod tests {
         // Each round begins with another side.
         assert_eq!(told.len(), 5);
         assert_eq!(told[3], "case/1, round 2 of 2");
+    }
+
+    #[test]
+    fn ended_comparison_keeps_its_results() {
+        let ends = AtomicBool::new(false);
+        let mut progress = |_: &str| {};
+        let mut rounds = Rounds { ends: &ends, ..Rounds::new(3, &mut progress) };
+        // The operator ends the bench while the second side runs, which fails for that.
+        let sides = rounds.run(
+            0..3,
+            |side| side.to_string(),
+            |side, _: &[SideRuns<_, u32>]| {
+                ends.store(side == 1, Ordering::Relaxed);
+                if side == 1 { Err(Stop::Fail("it was ended".into())) } else { Ok(side) }
+            },
+        );
+        assert_eq!(rounds.failures, Vec::<String>::new());
+        assert_eq!((&sides[0].rounds, &sides[0].skipped), (&vec![Some(0)], &None));
+        for side in &sides[1..] {
+            assert!(side.rounds.is_empty() && side.skipped.as_deref().unwrap().contains("ended"));
+        }
     }
 
     #[test]

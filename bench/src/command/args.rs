@@ -59,7 +59,8 @@ const RESULTS: &str = "Results";
 /// Measure vmferry, QEMU and a lower bound in one run
 ///
 /// The lower bound is the floor: a plain copy of the same bytes, or the round trip of a page
-/// request on the idle link plus a local fault.
+/// request on the idle link plus a local fault. SIGINT and SIGTERM end a comparison after its
+/// current run, and the runs before it are written as results.
 #[derive(Debug, Parser)]
 #[command(name = "vmferry-bench", version, after_long_help = EXAMPLES)]
 pub(super) struct BenchArgs {

@@ -33,7 +33,7 @@ use crate::result::MigrationResult;
 use crate::rtt::SOURCE_SUBCOMMAND;
 use crate::stalls::Channels;
 use crate::warm::Warm;
-use crate::{rtt, scan};
+use crate::{rounds, rtt, scan};
 use anyhow::{Context, Result, bail};
 use args::{BenchArgs, BenchName};
 use clap::error::ErrorKind;
@@ -41,6 +41,8 @@ use clap::{CommandFactory, Parser};
 use environments::Certificates;
 use request::MigrateRequest;
 use serde_json::{Value, json};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::Write;
@@ -128,8 +130,21 @@ fn bench(args: &BenchArgs) -> Result<()> {
     // The files are opened before the first bench, so that a wrong path does not cost the results.
     let mut out = args.json.as_deref().map(open).transpose()?;
     let mut html = args.html.as_deref().map(open).transpose()?;
+    // These benches have no rounds of runs, so a signal ends them as it ends any process.
+    let at_once = |name| {
+        matches!(
+            name,
+            BenchName::Scan | BenchName::Faults | BenchName::Soak | BenchName::Limits | BenchName::Fence
+        )
+    };
+    if !at_once(args.name) {
+        watch_signals()?;
+    }
     let mut failures = 0;
     for bench in wanted(args.name) {
+        if rounds::ends() {
+            break;
+        }
         let finished = bench(args)?;
         if let Some(out) = &mut out {
             finished.document.write(out)?;
@@ -146,10 +161,30 @@ fn bench(args: &BenchArgs) -> Result<()> {
         failures += finished.failures.len();
     }
     match failures {
+        0 if rounds::ends() => bail!("ended by a signal: the results lack runs"),
         0 => Ok(()),
         1 => bail!("1 failure, see above"),
         count => bail!("{count} failures, see above"),
     }
+}
+
+/// Lets the first SIGINT or SIGTERM end the bench after the current run, with its results, and the
+/// second end it at once.
+fn watch_signals() -> Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
+    let watch = move || {
+        for signal in &mut signals {
+            if rounds::ends() {
+                std::process::exit(128 + signal);
+            }
+            rounds::end();
+            eprintln!(
+                "vmferry-bench: ends after this run and keeps its results; a second signal ends it at once"
+            );
+        }
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(watch).context("cannot start a thread")?;
+    Ok(())
 }
 
 /// Function that runs one bench.
