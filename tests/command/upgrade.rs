@@ -12,6 +12,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Output, Stdio};
 use vmferry_control::Client;
 
@@ -103,6 +104,71 @@ fn guest_continues_in_a_new_process_on_the_same_memory() {
         assert!(std::path::Path::new(&run.api).exists(), "the old process has removed the new socket");
         assert!(!std::path::Path::new(&format!("{}.next", run.api)).exists());
     });
+}
+
+/// User of a process in a jail, and of a process that tells a false command line.
+const ANOTHER: u32 = 64_002;
+
+/// Root executes the command line of a process in a jail, because root itself has written it.
+#[test]
+fn root_upgrades_a_guest_in_a_jail() {
+    if !rustix::process::geteuid().is_root() {
+        return skip(Need::Root, "only root can make a jail");
+    }
+    beside(kinds(), |kind| {
+        let (folder, jails) = (Folder::new(), Folder::new());
+        std::os::unix::fs::chown(folder.path("."), Some(ANOTHER), Some(ANOTHER)).unwrap();
+        let user = ANOTHER.to_string();
+        let jail = ["--jail", &jails.path("jail"), "--uid", &user, "--gid", &user];
+        let run = Run::start(kind, &folder, "vm", &[&MEMFD[..], &jail].concat());
+        run.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+        let (_, successor) = upgraded(&run, &folder);
+        let owner = std::fs::metadata(format!("/proc/{}", successor.pid.as_raw_pid())).unwrap().uid();
+        assert_eq!(owner, ANOTHER, "{kind}: the new process is in a jail, too");
+        run.goes_on();
+        run.whole();
+    });
+}
+
+/// A guest that has broken into its process must not decide what root executes.
+#[test]
+fn command_line_of_another_user_is_not_executed() {
+    if !rustix::process::geteuid().is_root() {
+        return skip(Need::Root, "only root can become another user");
+    }
+    let folder = Folder::new();
+    std::os::unix::fs::chown(folder.path("."), Some(ANOTHER), Some(ANOTHER)).unwrap();
+    let (api, made) = (folder.path("api"), folder.path("made"));
+    // Each command is answered with this command line, as if it had passed a sealed file.
+    let script = r#"
+import json, os, socket, sys
+s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1] + ".new"); s.listen(9); os.rename(sys.argv[1] + ".new", sys.argv[1])
+words = ["run", "--guest", "process", "--sandbox", "off", "--memory-backing", "memfd", "--record", sys.argv[2], "--api", sys.argv[1]]
+for _ in range(4):
+    c = s.accept()[0]; f = c.makefile("rw")
+    print('{"QMP": {"version": {}, "capabilities": []}}', file=f, flush=True)
+    for line in f:
+        answer = {"folder": "/", "arguments": words, "sealed": True, "taps": 0, "metrics": False}
+        print(json.dumps({"return": answer, "id": json.loads(line)["id"]}), file=f, flush=True)
+"#;
+    let mut other = std::process::Command::new("python3");
+    other.args(["-c", script, &api, &made]).uid(ANOTHER).gid(ANOTHER).stderr(Stdio::piped());
+    let Ok(mut child) = other.spawn() else { return skip(Need::Program, "there is no python3") };
+    wait_for("a listener", || {
+        let there = std::path::Path::new(&api).exists() || child.try_wait().unwrap().is_some();
+        if there { Ok(()) } else { Err("it does not listen") }
+    });
+    let children = folder.path("children");
+    for command in
+        [&["upgrade", "--api", &api][..], &["branch", "--api", &api, "--api-dir", &children]]
+    {
+        let output = vmferry(command);
+        let said = errors(&output);
+        assert!(code(&output) == 1 && said.contains("runs as user 64002"), "{said}");
+        assert!(!std::path::Path::new(&made).exists(), "{command:?} has started a process");
+    }
+    let _ = child.kill();
+    let _ = child.wait();
 }
 
 /// The pool has the pages of one guest. A new process that reserved pages of its own would not

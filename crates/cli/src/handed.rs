@@ -68,7 +68,8 @@ impl RunContext {
     }
 }
 
-fn send(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+/// Sends `descriptors` over `socket`, which is new and empty.
+pub(crate) fn send(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     ensure!(
@@ -87,12 +88,7 @@ impl Handed {
     /// # Errors
     /// If the process does not pass them.
     pub(crate) fn ask(client: &mut Client) -> Result<Self> {
-        let (own, other) = UnixStream::pair().context("cannot create a pair of sockets")?;
-        own.set_read_timeout(Some(PATIENCE))?;
-        let name = format!("upgrade-{}-descriptors", std::process::id());
-        client.pass(&name, other.as_fd())?;
-        drop(other);
-        let answer = client.call("pass-descriptors", json!({ "fdname": name }))?;
+        let (answer, own) = call(client, "pass-descriptors")?;
         let PassAnswer { taps, metrics } = serde_json::from_value(answer)?;
         let count = taps + usize::from(metrics);
         if count == 0 {
@@ -112,7 +108,20 @@ impl Handed {
     }
 }
 
-fn receive(socket: &UnixStream) -> Result<Vec<OwnedFd>> {
+/// Sends `command` with a socket for descriptors. Returns the answer, and the socket from which the
+/// descriptors are [received](receive).
+pub(crate) fn call(client: &mut Client, command: &str) -> Result<(Value, UnixStream)> {
+    let (own, other) = UnixStream::pair().context("cannot create a pair of sockets")?;
+    own.set_read_timeout(Some(PATIENCE))?;
+    let name = format!("vmferry-{}-{command}", std::process::id());
+    client.pass(&name, other.as_fd())?;
+    drop(other);
+    let answer = client.call(command, json!({ "fdname": name }))?;
+    Ok((answer, own))
+}
+
+/// Returns the descriptors that [`send`] has sent to `socket`.
+pub(crate) fn receive(socket: &UnixStream) -> Result<Vec<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];

@@ -16,7 +16,7 @@ use crate::descriptors::{Descriptors, Inherited};
 use crate::guest::Machine;
 use crate::limit::Limiter;
 use crate::speed::EVERY;
-use crate::successor::StartArguments;
+use crate::successor::Started;
 use crate::traces::Traces;
 use crate::usage::wrong_usage;
 use crate::{
@@ -53,8 +53,9 @@ const LINGER: Duration = Duration::from_millis(200);
 pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> Result<Status> {
     check(args)?;
     crate::descriptors::raise_limit();
-    // A jail changes the working directory, so it is read before the confinement begins.
-    let started = StartArguments::of_this_process()?;
+    // A jail changes the working directory and the user, so both are used before the confinement
+    // begins.
+    let started = Started::of_this_process(args.sandbox.is_jailed())?;
     let incoming = args.incoming.as_ref().and_then(IncomingArg::uri);
     let branch = match args.incoming {
         Some(IncomingArg::Branch(number)) => Some(inherited.remove(number).context("--incoming")?),

@@ -74,6 +74,13 @@ pub(crate) struct SandboxArgs {
     gid: Option<u32>,
 }
 
+impl SandboxArgs {
+    /// Returns true if the process enters a jail.
+    pub(crate) const fn is_jailed(&self) -> bool {
+        self.jail.is_some()
+    }
+}
+
 /// Files that every process with a guest reads: the kernel's information about the process,
 /// processors and memory.
 const HOST: [&str; 5] =

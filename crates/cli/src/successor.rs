@@ -4,14 +4,28 @@
 //! clients of its control socket (`x-vmferry-arguments`). The control socket only accepts clients
 //! of the same user and of root. A command can change some options and start a second process,
 //! which then has the same machine.
+//!
+//! # Whose command line is executed
+//! A process can tell any command line, for example after a guest has broken into it. A command of
+//! the same user executes it, which gives the process no rights of another user. A command of root
+//! executes the command line of another user's process only if root itself has written it: a
+//! process that enters a jail first puts its arguments into a sealed file ([`Started`]), which then
+//! belongs to root and which no process can change. A process of another user cannot create such a
+//! file. It could only present that of another process with a jail.
 
 use crate::api::Client;
+use crate::descriptors::Descriptors;
+use crate::handed;
 use anyhow::{Context, Result, bail, ensure};
+use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::{FdFlags, fcntl_setfd};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::ffi::{OsStr, OsString};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -37,6 +51,63 @@ const ORIGIN: [&str; 13] = [
 /// starts.
 const SERVICE_MANAGER: [&str; 3] = ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
 
+/// Seals of a file whose content no process can change.
+const FIXED: SealFlags = SealFlags::WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW);
+/// Largest sealed file that is read. Linux limits a command line to 2 MiB (execve(2)).
+const LARGEST: u64 = 4 << 20;
+
+/// Arguments of this process, and a sealed file with them if the process enters a jail.
+pub(crate) struct Started {
+    arguments: StartArguments,
+    sealed: Option<OwnedFd>,
+}
+
+impl Started {
+    /// Returns the arguments of this process. Must be called before the process enters its jail, so
+    /// that the sealed file belongs to root.
+    ///
+    /// # Errors
+    /// If the working directory is unknown, or the sealed file cannot be created.
+    pub(crate) fn of_this_process(jailed: bool) -> Result<Self> {
+        let arguments = StartArguments::of_this_process()?;
+        // Arguments that are not UTF-8 cannot be told with a sealed file either.
+        let told = arguments.answer().ok().filter(|_| jailed);
+        let sealed = told.map(|told| seal(told.to_string().as_bytes())).transpose();
+        Ok(Self { arguments, sealed: sealed.context("cannot seal the command line")? })
+    }
+
+    /// Executes `x-vmferry-arguments`. With a socket, also sends the sealed file over it.
+    pub(crate) fn answer(&self, request: &Value, descriptors: &Descriptors) -> Result<Value> {
+        let AskArguments { fdname } = serde_json::from_value(request.clone())?;
+        let mut answer = self.arguments.answer()?;
+        if let (Some(name), Some(sealed)) = (fdname, &self.sealed) {
+            for socket in descriptors.take(&[name])? {
+                handed::send(&socket, &[sealed.as_fd()]).context("cannot pass the sealed command line")?;
+            }
+            answer["sealed"] = json!(true);
+        }
+        Ok(answer)
+    }
+}
+
+/// Arguments of `x-vmferry-arguments`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AskArguments {
+    /// Name of the socket for the sealed file (`getfd`).
+    #[serde(default)]
+    fdname: Option<String>,
+}
+
+/// Returns a file with `content` that no process can change.
+fn seal(content: &[u8]) -> std::io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = File::from(rustix::fs::memfd_create("vmferry-arguments", flags)?);
+    file.write_all(content)?;
+    rustix::fs::fcntl_add_seals(&file, FIXED | SealFlags::SEAL)?;
+    Ok(file.into())
+}
+
 /// Arguments that a process was started with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StartArguments {
@@ -51,6 +122,16 @@ pub(crate) struct StartArguments {
 struct StartAnswer {
     folder: String,
     arguments: Vec<String>,
+    /// True if a sealed file with the same content is in the socket that the command has passed.
+    #[serde(default)]
+    sealed: bool,
+}
+
+impl From<StartAnswer> for StartArguments {
+    fn from(answer: StartAnswer) -> Self {
+        let words = answer.arguments.into_iter().map(OsString::from).collect();
+        Self { folder: answer.folder.into(), words }
+    }
 }
 
 impl StartArguments {
@@ -82,19 +163,57 @@ impl StartArguments {
             })
         };
         let arguments = self.words.iter().map(|word| text(word)).collect::<Result<_>>()?;
-        Ok(json!(StartAnswer { folder: text(self.folder.as_os_str())?, arguments }))
+        Ok(json!(StartAnswer { folder: text(self.folder.as_os_str())?, arguments, sealed: false }))
     }
 
-    /// Asks the process that `client` is connected to for its arguments.
+    /// Asks the process that `client` is connected to for its arguments, which this command will
+    /// execute.
     ///
     /// # Errors
-    /// If the process does not answer, or is too old to know the command.
+    /// If the process does not answer, is too old to know the command, or belongs to a user who
+    /// must not decide what this command executes.
     pub(crate) fn ask(client: &mut Client) -> Result<Self> {
-        let answer = client.call("arguments", json!({}))?;
-        let StartAnswer { folder, arguments } =
-            serde_json::from_value(answer).context("the process told no command line")?;
-        Ok(Self { folder: folder.into(), words: arguments.into_iter().map(OsString::from).collect() })
+        let (uid, own) = (client.peer_uid()?, rustix::process::geteuid());
+        if uid == own.as_raw() || uid == 0 {
+            return told(client.call("arguments", json!({}))?).map(Self::from);
+        }
+        let refused = || {
+            format!(
+                "the process at {} runs as user {uid}, who must not decide what another user executes; run this command as that user",
+                client.path().display()
+            )
+        };
+        ensure!(own.is_root(), refused());
+        let refused = refused();
+        Self::ask_for_sealed(client).context(refused)
     }
+
+    /// Asks a process of another user for arguments that root has written.
+    fn ask_for_sealed(client: &mut Client) -> Result<Self> {
+        let (answer, socket) = handed::call(client, "arguments")?;
+        ensure!(told(answer)?.sealed, "it was not started by root with --jail, or its version is too old");
+        let [file] = <[OwnedFd; 1]>::try_from(handed::receive(&socket)?)
+            .map_err(|all| anyhow::anyhow!("{} descriptors came instead of 1", all.len()))?;
+        Self::from_sealed(file, 0)
+    }
+
+    /// Reads the arguments in a sealed file, which must belong to the user `owner`.
+    fn from_sealed(file: OwnedFd, owner: u32) -> Result<Self> {
+        let seals = rustix::fs::fcntl_get_seals(&file).context("its command line is in no sealed file")?;
+        let found = rustix::fs::fstat(&file)?.st_uid;
+        ensure!(seals.contains(FIXED), "its command line is in a file that can be changed");
+        ensure!(found == owner, "its command line was written by user {found}, and not by user {owner}");
+        let file = File::from(file);
+        let size = file.metadata()?.len();
+        ensure!(size <= LARGEST, "its command line has {size} bytes");
+        let mut text = vec![0; usize::try_from(size)?];
+        file.read_exact_at(&mut text, 0).context("cannot read its command line")?;
+        told(serde_json::from_slice(&text)?).map(Self::from)
+    }
+}
+
+fn told(answer: Value) -> Result<StartAnswer> {
+    serde_json::from_value(answer).context("the process told no command line")
 }
 
 /// Option of `run`, with its value if it has one.
@@ -318,11 +437,28 @@ mod tests {
     fn answer_is_read_back_and_must_be_text() {
         use std::os::unix::ffi::OsStringExt;
         let own = start("run --memory 1G");
-        let StartAnswer { folder, arguments } = serde_json::from_value(own.answer().unwrap()).unwrap();
-        assert_eq!((folder.as_str(), arguments), ("/", vec!["run".into(), "--memory".into(), "1G".into()]));
+        assert_eq!(StartArguments::from(told(own.answer().unwrap()).unwrap()), own);
         let words = vec![OsString::from_vec(vec![0xff])];
         let error = StartArguments { words, ..own }.answer().unwrap_err().to_string();
         assert!(error.contains("is not UTF-8"), "{error}");
+    }
+
+    #[test]
+    fn command_line_of_another_user_must_be_sealed_by_root() {
+        let own = rustix::process::geteuid().as_raw();
+        let arguments = start("run --jail j --uid 5");
+        let text = arguments.answer().unwrap().to_string();
+        let sealed = || seal(text.as_bytes()).unwrap();
+        assert_eq!(StartArguments::from_sealed(sealed(), own).unwrap(), arguments);
+        let refused = |file, owner| StartArguments::from_sealed(file, owner).unwrap_err().to_string();
+        let other = refused(sealed(), own + 1);
+        assert!(other.contains(&format!("written by user {own}, and not by user {}", own + 1)), "{other}");
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let mut open = File::from(rustix::fs::memfd_create("open", flags).unwrap());
+        open.write_all(text.as_bytes()).unwrap();
+        assert!(refused(open.into(), own).contains("can be changed"));
+        let (pipe, _writer) = std::io::pipe().unwrap();
+        assert!(refused(pipe.into(), own).contains("no sealed file"));
     }
 
     #[test]

@@ -53,6 +53,15 @@ impl Client {
         &self.path
     }
 
+    /// Returns the user id of the process. It can be that of any user who was able to create the
+    /// socket.
+    ///
+    /// # Errors
+    /// Returns an error if the kernel does not report the user.
+    pub fn peer_uid(&self) -> Result<u32> {
+        self.inner.peer_uid().context("the user of the process that listens is unknown")
+    }
+
     /// Checks that the process may receive a key or a password.
     ///
     /// A process of this user or of root may. A process of another user may only if that user owns
@@ -63,7 +72,7 @@ impl Client {
     /// Returns an error if the process may not receive secrets, or if its user cannot be
     /// determined.
     pub fn trusted_with_secrets(&self) -> Result<()> {
-        let uid = self.inner.peer_uid().context("the user of the process that listens is unknown")?;
+        let uid = self.peer_uid()?;
         if uid == 0 || uid == rustix::process::geteuid().as_raw() {
             return Ok(());
         }

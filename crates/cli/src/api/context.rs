@@ -22,7 +22,7 @@ use crate::limit::Limited;
 use crate::plan::PlanRequest;
 use crate::sandbox::SandboxArgs;
 use crate::speed::{Speed, Start};
-use crate::successor::StartArguments;
+use crate::successor::Started;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::os::fd::OwnedFd;
@@ -132,7 +132,7 @@ type Watch<T> = Box<dyn Fn() -> T + Send + Sync>;
 pub(crate) struct RunContext {
     pub(crate) kind: String,
     /// Command line of this process.
-    started: StartArguments,
+    started: Started,
     pub(crate) probe: SharedProbe,
     pub(crate) speed: Speed,
     pub(crate) event_sender: EventSender,
@@ -197,7 +197,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl RunContext {
     pub(crate) fn new(
-        (args, started): (&RunArgs, StartArguments),
+        (args, started): (&RunArgs, Started),
         (tls, descriptors): (Option<Tls>, Descriptors),
         (arbiter, known): (Option<Arc<dyn Arbiter>>, Option<Arc<KnownPages>>),
         probe: SharedProbe,
@@ -434,7 +434,7 @@ impl RunContext {
     /// Executes a vmferry command, by its name without `x-vmferry-`.
     pub(super) fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
         match command {
-            "arguments" => return self.started.answer(),
+            "arguments" => return self.started.answer(arguments, &self.descriptors),
             "pass-descriptors" => return self.pass_descriptors(arguments),
             "status" => return Ok(self.status()),
             "writes" => return self.writes(),
