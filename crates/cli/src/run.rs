@@ -99,6 +99,9 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     let result = arrived.and_then(|arrived| {
         let Arrived::Here(arriving) = arrived else { return Ok(Status::Done) };
         kept = arriving;
+        if args.incoming.is_some() {
+            shared.outlive_early_quit();
+        }
         if let (true, Some(server), Some(path)) = (args.successor, &mut server, &args.api) {
             upgrade::succeed(server, path);
         }
@@ -443,8 +446,8 @@ fn serve(
             guest.look();
         }
         let patience = if moved.is_some() { TICK } else { SELDOM };
-        let Ok(PendingOrder { order, reply, abandoned }) = errands.recv_timeout(patience) else { continue };
-        if abandoned.load(Ordering::Acquire) {
+        let Ok(PendingOrder { order, reply, turn }) = errands.recv_timeout(patience) else { continue };
+        if !turn.take() {
             continue;
         }
         if let Err(refusal) = shared.permits(&order) {
@@ -618,9 +621,11 @@ fn recover(machine: &mut Machine, shared: &RunContext, take: bool) -> Result<Gue
         bail!("there is nothing to recover: the owner of the guest is known");
     }
     if !take {
-        shared.request_quit("host-qmp-quit");
+        shared.quit_now("host-qmp-quit");
         return Ok(GuestPlace::Moved);
     }
+    // A signal during the migration was meant for another situation.
+    shared.quit.store(false, Ordering::Release);
     if let Some(arbiter) = shared.arbiter() {
         arbiter.take()?;
     }

@@ -27,7 +27,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use vmferry_confine::InForce;
@@ -88,8 +88,19 @@ impl Order {
 pub(crate) struct PendingOrder {
     pub(crate) order: Order,
     pub(crate) reply: SyncSender<Result<Value, String>>,
-    /// The caller has been told that the order failed, so it must not be executed any more.
-    pub(crate) abandoned: Arc<AtomicBool>,
+    pub(crate) turn: Arc<Turn>,
+}
+
+/// Decision whether the machine's owner begins an order before its caller gives it up. Exactly one
+/// of them succeeds: a caller that was told that the order will not be executed can rely on it.
+#[derive(Debug, Default)]
+pub(crate) struct Turn(AtomicBool);
+
+impl Turn {
+    /// Begins the order, or gives it up. Returns false if the other side has decided before.
+    pub(crate) fn take(&self) -> bool {
+        !self.0.swap(true, Ordering::AcqRel)
+    }
 }
 
 /// Place of the guest of this process.
@@ -150,6 +161,8 @@ pub(crate) struct RunContext {
     pub(crate) stay_awake: bool,
     pub(crate) arrival: Arrival,
     pub(crate) quit: AtomicBool,
+    /// The process was told to end before its guest arrived.
+    quit_before_arrival: AtomicBool,
     /// Readers that have seen the report of a migration that has ended.
     pub(crate) audience: ReportReaders,
     /// The process stays after its guest has moved, until a client tells it to end.
@@ -223,6 +236,7 @@ impl RunContext {
             arbiter,
             current_arbiter: Mutex::default(),
             quit: AtomicBool::new(false),
+            quit_before_arrival: AtomicBool::new(false),
             audience: ReportReaders::new(args.metrics.is_some()),
             stay: AtomicBool::new(false),
             quit_reason: Mutex::new("host-signal"),
@@ -413,7 +427,7 @@ impl RunContext {
     /// other orders checks it anyway.
     pub(crate) fn request_check(&self) {
         let (reply, _) = sync_channel(1);
-        let _ = self.orders.try_send(PendingOrder { order: Order::Look, reply, abandoned: Arc::default() });
+        let _ = self.orders.try_send(PendingOrder { order: Order::Look, reply, turn: Arc::default() });
     }
 
     /// Switches a guest that may run before its memory is complete to the target now.
@@ -445,9 +459,9 @@ impl RunContext {
                 "too late to cancel: the guest runs at the target, and its state at the source is old; the migration ends by itself, or with \
                  recover --abandon once its link is lost"
             ),
-            "cancel" if self.undecided() => {
-                bail!("too late to cancel: the guest was handed over, and the arbiter is asked for its owner")
-            }
+            "cancel" if self.undecided() => bail!(
+                "too late to cancel: the guest was handed over, and it is not known yet whether the target runs it"
+            ),
             "cancel" => match (&*lock(&self.migration), self.place()) {
                 (Migration { handle: Some(handle), .. }, GuestPlace::Moving) => {
                     self.event_sender.migration("cancelling");
@@ -462,7 +476,7 @@ impl RunContext {
                 "the guest runs at the target and still needs pages that only this process has; this process ends when the target has all"
             ),
             "quit" if self.undecided() => bail!(
-                "it is not known whether the target runs this guest, and the arbiter is asked; wait, or decide with recover --take or --abandon"
+                "it is not known whether the target runs this guest; wait for the link or the arbiter, or decide with recover --take or --abandon"
             ),
             "quit" if self.place() == GuestPlace::Moving => {
                 bail!("the guest is being migrated; cancel the migration first");
@@ -545,22 +559,25 @@ impl RunContext {
     pub(super) fn order(&self, order: Order) -> Result<Value> {
         self.permits(&order)?;
         let (reply, answer) = sync_channel(1);
-        let abandoned = Arc::new(AtomicBool::new(false));
+        let turn = Arc::new(Turn::default());
         let patience = match &order {
             Order::DirtyRate(request) => PATIENCE + request.longest(),
             Order::Plan(_) => PATIENCE + crate::plan::LONGEST,
             _ => PATIENCE,
         };
-        let errand = PendingOrder { order, reply, abandoned: Arc::clone(&abandoned) };
+        let errand = PendingOrder { order, reply, turn: Arc::clone(&turn) };
         self.orders.try_send(errand).map_err(|error| match error {
             TrySendError::Full(_) => anyhow!("this process is busy with other commands; try again"),
             TrySendError::Disconnected(_) => anyhow!("this process is ending"),
         })?;
-        let answer = answer.recv_timeout(patience).inspect_err(|_| abandoned.store(true, Ordering::Release));
-        answer
-            .context(
-                "the machine's thread was busy for too long; a command that it has not begun will not be executed",
-            )?
-            .map_err(|why| anyhow!(why))
+        let answer = match answer.recv_timeout(patience) {
+            Err(RecvTimeoutError::Timeout) if turn.take() => {
+                bail!("the machine's thread was busy for too long; the command will not be executed")
+            }
+            // The owner has begun the order, so only its answer tells what became of it.
+            Err(RecvTimeoutError::Timeout) => answer.recv().ok(),
+            answer => answer.ok(),
+        };
+        answer.context("the machine's thread has ended without an answer")?.map_err(|why| anyhow!(why))
     }
 }

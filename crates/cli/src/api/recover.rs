@@ -19,12 +19,6 @@ impl RunContext {
         Some(MigrationArbiter(arbiter, id.parse().ok()?))
     }
 
-    /// Returns whether the owner of the migrating guest is unknown.
-    pub(super) fn undecided(&self) -> bool {
-        let under_way = self.under_way();
-        under_way.is_some_and(|handle| handle.progress().state == MigrationState::Unknown)
-    }
-
     /// Takes up a lost link again, or gives it up.
     pub(super) fn recover(&self, arguments: &Value) -> Result<()> {
         let handle = self.under_way().context("no migration is under way")?;

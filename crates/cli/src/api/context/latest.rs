@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use vmferry_engine::{MigrationHandle, MigrationState};
+use vmferry_engine::{MigrationHandle, MigrationState, Progress};
 
 impl RunContext {
     /// Returns the arbiter of the current or latest migration.
@@ -100,7 +100,7 @@ impl RunContext {
             bail!("the guest runs at the target; send the command to its process there");
         }
         if self.undecided() {
-            bail!("it is not known whether the target runs this guest, and the arbiter is asked");
+            bail!("it is not known whether the target runs this guest");
         }
         Ok(())
     }
@@ -108,9 +108,23 @@ impl RunContext {
     /// Returns whether the guest runs at the target while this process still has pages of the
     /// guest.
     pub(super) fn handed_over(&self) -> bool {
-        use MigrationState::{Postcopy, PostcopyPaused};
-        let migration = lock(&self.migration);
-        let state = migration.handle.as_ref().map(|handle| handle.progress().state);
-        migration.report.is_none() && matches!(state, Some(Postcopy | PostcopyPaused))
+        self.under_way().is_some_and(|handle| {
+            let progress = handle.progress();
+            progress.state == MigrationState::Postcopy || is_paused_there(&progress)
+        })
     }
+
+    /// Returns whether the owner of the migrating guest is unknown: this process has sent the
+    /// commit, and has not received the answer.
+    pub(super) fn undecided(&self) -> bool {
+        self.under_way().is_some_and(|handle| {
+            let progress = handle.progress();
+            let paused = progress.state == MigrationState::PostcopyPaused;
+            progress.state == MigrationState::Unknown || paused && !is_paused_there(&progress)
+        })
+    }
+}
+
+fn is_paused_there(progress: &Progress) -> bool {
+    progress.state == MigrationState::PostcopyPaused && progress.runs_on_target
 }
