@@ -120,7 +120,7 @@ pub(crate) fn slowly(kind: &str, folder: &Folder, name: &str) -> (Run, Proxy) {
 }
 
 #[test]
-fn death_of_the_source_in_postcopy_is_reported_as_a_lost_guest() {
+fn death_of_the_source_in_postcopy_is_reported_as_unknown_ownership() {
     for kind in kinds() {
         let folder = Folder::new();
         let mut source = Run::source(kind, &folder);
@@ -128,8 +128,8 @@ fn death_of_the_source_in_postcopy_is_reported_as_a_lost_guest() {
         let child = begun(&source, &proxy.uri().to_string(), &["--mode", "postcopy"], "postcopy");
         source.kill();
         let output = finish(child);
-        assert_eq!(code(&output), 4, "{output:?}");
-        for words in ["the guest is lost", "the process that had the rest", "waits for ever"] {
+        assert_eq!(code(&output), 3, "{output:?}");
+        for words in ["the process that had the guest is gone", "the missing pages are lost"] {
             assert!(errors(&output).contains(words), "{words}: {output:?}");
         }
         let status = target.wait("the loss", |s| s["state"] == "postcopy-paused");

@@ -84,26 +84,30 @@ const UNKNOWN: Failure = Failure {
     state: "unknown",
     outcome: Some("unknown"),
     status: 3,
-    text: "it is not known whether the guest runs at URI (WHY). It is stopped at the source. Check the target: if `vmferry status` at the \
-           target reports the place `running`, run `vmferry recover --abandon` at the source. If the process at the target has ended for \
-           certain (and not only its host's network), and has not run the guest, run `vmferry recover --take`. If it may have run the \
-           guest, its disks are newer than the memory here: run `vmferry recover --abandon`, and start the guest from its disks. With \
-           `--fence`, `--take` is refused unless the arbiter has given the guest to the source",
+    text: "it is not known whether the guest runs at URI (WHY). It is stopped at the source. Check the target: if `vmferry status` at \
+           the target reports the place `running` or `paused`, run `vmferry recover --abandon` at the source. If the process at the \
+           target has ended for certain (and not only its host's network), and has not run the guest, run `vmferry recover --take`. If \
+           it may have run the guest, its disks are newer than the memory here: run `vmferry recover --abandon`, and start the guest \
+           from its disks. With `--fence`, `--take` is refused unless the arbiter has given the guest to the source",
 };
 
 const LOST: Failure = Failure {
     state: "lost",
     outcome: Some("lost"),
     status: 4,
-    text: "the guest is lost: WHY. The part of it that runs at URI waits for ever for missing pages; end that process",
+    text: "the guest is lost: WHY. Check the target at URI before you end its process: if `vmferry status` reports `left` as 0, all \
+           pages had arrived, and the guest runs at the target. Otherwise the guest at the target waits for ever for missing pages; end \
+           that process",
 };
 
 const GONE: Failure = Failure {
     state: "unknown",
     outcome: Some("unknown"),
     status: 3,
-    text: "the process that had the guest is gone (WHY). Check URI: if `vmferry status` at the target reports the place `running`, the \
-           guest runs at the target; otherwise it ended with the process at the source",
+    text: "the process that had the guest is gone (WHY). Run `vmferry status` at the target URI. If it reports the place `running` or \
+           `paused`, the target owns the guest; if it also reports the state `postcopy-paused` and `left` above 0, the missing pages are \
+           lost. While it reports the place `awaited`, the target may still start the guest: wait, or end that process first. If that \
+           process has ended, the guest has ended, too",
 };
 
 const SILENT: Failure = Failure {
@@ -111,7 +115,8 @@ const SILENT: Failure = Failure {
     outcome: Some("unknown"),
     status: 3,
     text: "the process that has the guest does not answer (WHY), and its migration to URI may continue. Check both processes with \
-           `vmferry status`: the guest is in the one that reports the place `running`. End neither before",
+           `vmferry status`: the guest is in the one that reports the place `running` or `paused`. End neither before. While the target \
+           reports the state `postcopy` or `postcopy-paused`, the guest needs both",
 };
 
 /// All failure states, in the order of the table.

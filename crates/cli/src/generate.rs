@@ -25,7 +25,7 @@ Wrong usage.
 A postcopy migration awaits \fBvmferry recover\fR, or it is unknown whether the source or the target owns the guest.
 .TP
 4
-The guest is lost: its source died in postcopy.
+The guest is lost: the source gave it up after a postcopy handover.
 .TP
 5
 The guest asked for a reset.

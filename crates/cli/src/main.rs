@@ -73,7 +73,7 @@ enum Status {
     Failed = 1,
     /// The owner of the guest is unknown, or its migration awaits `recover`.
     Unknown = 3,
-    /// The guest is lost: its source died in postcopy.
+    /// The guest is lost: the source gave it up after a postcopy handover.
     Lost = 4,
     /// The guest asked for a reset and is not started again by this process.
     Reset = 5,

@@ -185,7 +185,7 @@ pub(crate) fn begin(client: &mut Client, command: &str, request: Value) -> Resul
     match client.call(command, request) {
         Ok(_) => Ok(None),
         Err(error) if matches!(error.downcast_ref(), Some(ClientError::Refused(_))) => Err(error),
-        Err(error) => Ok(Some(unanswered(&error, false))),
+        Err(error) => Ok(Some(unanswered(&error))),
     }
 }
 
@@ -201,17 +201,16 @@ pub(crate) fn watch(
     on_event: &mut dyn FnMut(&Value),
 ) -> Value {
     let mut bar = Progress::new(limit);
-    let mut handed_over = false;
     loop {
         let mut status = match client.call("status", json!({})) {
             Ok(status) => status,
             Err(error) => {
                 bar.finish();
-                return unanswered(&error, handed_over);
+                return unanswered(&error);
             }
         };
         on_event(&status);
-        handed_over = status["state"].as_str().is_some_and(|state| state.starts_with("postcopy"));
+        let handed_over = status["state"].as_str().is_some_and(|state| state.starts_with("postcopy"));
         let awaits = status["progress"]["awaits_recover"] == true;
         if awaits {
             status["error"] = status["progress"]["interrupted"].clone();
@@ -244,17 +243,13 @@ pub(crate) fn watch(
 
 /// Returns the document of a migration whose source process does not answer.
 ///
-/// If the process is gone, the guest is lost if it needed the source. Otherwise the owner is
-/// unknown: the source may have handed the guest over after the last status.
-fn unanswered(error: &anyhow::Error, handed_over: bool) -> Value {
+/// The owner is unknown, whatever the last status was. The source may have handed the guest over
+/// since, or have sent the last missing page and ended as intended.
+fn unanswered(error: &anyhow::Error) -> Value {
     if !api::is_gone(error) {
         return json!({
             "state": "unknown", "outcome": "unknown", "source_silent": true, "error": format!("{error:#}")
         });
-    }
-    if handed_over {
-        let error = format!("the process that had the rest of the guest's memory is gone: {error:#}");
-        return json!({ "state": "lost", "outcome": "lost", "error": error });
     }
     json!({ "state": "unknown", "outcome": "unknown", "source_gone": true, "error": format!("{error:#}") })
 }
