@@ -58,8 +58,10 @@ const PAUSED_ANYWHERE: Failure = Failure {
     state: "postcopy-paused",
     outcome: None,
     status: 3,
-    text: "the link to URI was lost while the guest was handed over (WHY), and it is not known whether the guest runs at the target. When \
-           the link is back, run `vmferry recover` at the source. `vmferry recover --abandon` ends the attempts",
+    text: "the link to URI was lost while the guest was handed over (WHY), and it is not known whether the guest runs at the target. \
+           When the link is back, run `vmferry recover` at the source. Before you run `vmferry recover --abandon`, check the target: if \
+           `vmferry status` at the target reports the place `running` or `paused`, the guest at the target needs pages that only the \
+           source has, and `--abandon` loses the guest",
 };
 
 const PAUSED_WITH_ARBITER: Failure = Failure {
@@ -67,8 +69,10 @@ const PAUSED_WITH_ARBITER: Failure = Failure {
     outcome: None,
     status: 3,
     text: "the link to URI was lost while the guest was handed over (WHY), and it is not known whether the guest runs at the target. The \
-           migration continues when the arbiter answers or the link is back. `vmferry recover` tries both at once; `vmferry recover \
-           --abandon` ends the attempts",
+           migration continues when the arbiter answers or the link is back. `vmferry recover` tries to open the link at once. `vmferry \
+           recover --take` asks the arbiter at once, and is refused if the arbiter has given the guest to the target. Before you run \
+           `vmferry recover --abandon`, check the target: if `vmferry status` at the target reports the place `running` or `paused`, the \
+           guest at the target needs pages that only the source has, and `--abandon` loses the guest",
 };
 
 const UNKNOWN_WITH_ARBITER: Failure = Failure {
