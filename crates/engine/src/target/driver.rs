@@ -202,9 +202,9 @@ impl<'a> Driver<'a> {
     fn disconnect(&self) {
         if self.session.renounced() {
             tracing::warn!(
-                "the link to the source {} was lost before the guest was started on the target: it will not run \
-                 there. The source learns this when it reconnects; end the target only when the guest runs on the \
-                 source",
+                "the link to the source {} was lost before the guest was started on the target: the guest will not \
+                 run on the target. The source learns this when it reconnects; end the target only if the link \
+                 cannot be restored, or if the guest runs on the source",
                 self.link.control.peer
             );
         }
