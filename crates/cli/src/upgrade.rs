@@ -275,16 +275,19 @@ fn hand_over(old: &mut Client, sockets: Vec<UnixStream>, stage: &Stage) -> Resul
     Ok(unanswered.unwrap_or_else(|| migrate::watch(old, None, &stage.interrupted, &mut |_| {})))
 }
 
-/// Returns the message about an old process that did not answer.
-fn unanswered(report: &Value, api: &Path) -> String {
+/// Returns the message for an unknown owner. It names the processes by their ids: the new process
+/// may take the path of the old one's control socket at any time, so a path stands for neither.
+fn undecided(report: &Value, api: &Path) -> String {
+    let (old, new) = (&report["upgrade"]["from_pid"], &report["upgrade"]["to_pid"]);
     format!(
-        "the process that has the guest does not answer ({}), so it is not known whether it hands the guest over to process {}. End neither \
-         process before `vmferry status --api {}` or `vmferry status --api {}` reports the place `running`: the guest is in the process \
-         that reports it",
+        "it is not known whether the guest is in the old process {old} or in the new process {new} ({}). End neither process yet. Repeat \
+         `vmferry status --api {}`, and `vmferry status --api {}` while that socket exists: the process that reports the place `running` or \
+         `paused` has the guest, and `pid` is its id. If the new process has the guest, end the old one with `kill -9 {old}`. If the new \
+         process has ended, decide with `vmferry recover --api {}`",
         report["error"].as_str().unwrap_or("no reason was given"),
-        report["upgrade"]["to_pid"],
         api.display(),
-        waiting_at(api).display()
+        waiting_at(api).display(),
+        api.display()
     )
 }
 
@@ -310,11 +313,10 @@ fn conclude(
     }
     let upgrade = &report["upgrade"];
     if status != Status::Done {
-        // The control socket of the new process names the target of the advice.
-        let message = if report["source_silent"] == true {
-            unanswered(report, &args.api)
-        } else {
-            advice::advice(report, &Uri::Unix(waiting_at(&args.api)))
+        let message = match status {
+            Status::Unknown => undecided(report, &args.api),
+            // The control socket of the new process names the target of the advice.
+            _ => advice::advice(report, &Uri::Unix(waiting_at(&args.api))),
         };
         output::print_message(&message);
         return Ok(());
@@ -376,6 +378,21 @@ mod tests {
             let mut old = Client::connect(&folder.file("api")).unwrap();
             hand_over(&mut old, pairs().unwrap().0, &Stage::default())
         })
+    }
+
+    #[test]
+    fn message_for_an_unknown_owner_names_both_processes() {
+        let report = json!({ "error": "it broke", "upgrade": { "from_pid": 17, "to_pid": 42 } });
+        let message = undecided(&report, Path::new("vm.sock"));
+        for words in [
+            "old process 17",
+            "new process 42 (it broke)",
+            "--api vm.sock`",
+            "--api vm.sock.next`",
+            "`kill -9 17`",
+        ] {
+            assert!(message.contains(words), "{words}: {message}");
+        }
     }
 
     #[test]
