@@ -34,8 +34,8 @@ impl RunContext {
                 handle.recover();
             }
             Some(true) if !handle.progress().runs_on_target => bail!(
-                "it is not known yet whether the target runs this guest: use recover --abandon to end the attempts to reach the target, and then \
-                 decide with --take or --abandon"
+                "it is not known yet whether the target runs this guest: restore the link, or look at the target. Only if the target does not have \
+                 the guest, use recover --abandon to end the attempts to reach the target, and then recover --take"
             ),
             Some(true) => bail!(
                 "the guest has run on the target since: its state at the source is old and must not run; --abandon gives the guest up"
