@@ -1,6 +1,7 @@
 //! Option `--have`: files with pages that the source need not send.
 
 use anyhow::{Context, Result, bail};
+use rustix::fs::OFlags;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,7 +34,7 @@ pub(crate) fn open(paths: &[PathBuf]) -> Result<KnownFiles> {
 
 fn open_file(path: &Path) -> Result<(String, File)> {
     // Opening a named pipe would otherwise wait for a writer.
-    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(path, flags, rustix::fs::Mode::empty())?);
     if !file.metadata()?.is_file() {
         bail!("it is neither a regular file nor a folder");
@@ -87,7 +88,9 @@ impl KnownFiles {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmferry_testkit::Folder;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use vmferry_confine::Jail;
+    use vmferry_testkit::{Folder, Need, alone, skip};
 
     fn names(paths: &[PathBuf]) -> Vec<String> {
         let KnownFiles(files) = open(paths).unwrap();
@@ -114,5 +117,32 @@ mod tests {
         assert!(missing.contains("--have") && missing.contains("No such file"), "{missing}");
         let known = open(&[folder.file("a")]).unwrap().index(&[folder.file("a")]).unwrap().unwrap();
         assert_eq!(known.pages(), 1);
+    }
+
+    #[test]
+    fn only_files_that_the_user_of_the_jail_can_read_are_opened() {
+        if !rustix::process::geteuid().is_root() {
+            return skip(Need::Root, "the test needs root to open files as another user");
+        }
+        // The rights of the process change, which other tests must not notice.
+        if !alone("have::tests::only_files_that_the_user_of_the_jail_can_read_are_opened") {
+            return;
+        }
+        let folder = Folder::new();
+        let set = |path: &Path, mode| {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+        };
+        set(folder.root(), 0o755);
+        for (name, mode) in [("open", 0o644), ("secret", 0o600)] {
+            std::fs::write(folder.file(name), [1; 5000]).unwrap();
+            set(&folder.file(name), mode);
+        }
+        let jail = Jail { folder: folder.file("jail"), uid: 64_001, gid: 64_001 };
+        symlink(folder.file("secret"), folder.file("link")).unwrap();
+        assert_eq!(jail.as_user(|| names(&[folder.root().into()])).unwrap(), ["open"]);
+        let error = jail.as_user(|| open(&[folder.file("secret")]).err()).unwrap();
+        let error = format!("{:#}", error.expect("an error"));
+        assert!(error.contains("--have") && error.contains("Permission denied"), "{error}");
+        assert_eq!(names(&[folder.root().into()]), ["link", "open", "secret"]);
     }
 }

@@ -64,7 +64,8 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     let nets = net::options(&args.nets, &mut inherited)?;
     let listener = args.metrics_descriptor.map(|number| inherited.remove(number)).transpose()?;
     let descriptors = Descriptors::at_start(inherited, &args.pass_fds, incoming)?;
-    let known = have::open(&args.have)?;
+    // The files stay open in a jail, so they must be files that the user of the jail can read.
+    let known = sandbox::as_user(&args.sandbox, || have::open(&args.have))?;
     // The confinement must begin while the process has one thread.
     let mut confinement = sandbox::begin(args)?;
     // The change of the user in a jail would clear the signal, so it is set afterwards.

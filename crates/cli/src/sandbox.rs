@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use std::net::ToSocketAddrs;
 use std::path::{Component, Path, PathBuf};
-use vmferry_confine::{Capability, Confinement, File, Jail, Measure, Mode, Plan, Ports, Use};
+use vmferry_confine::{Capability, ConfineError, Confinement, File, Jail, Measure, Mode, Plan, Ports, Use};
 use vmferry_engine::Uri;
 
 /// Extent of the confinement of the process.
@@ -79,6 +79,12 @@ impl SandboxArgs {
     pub(crate) const fn is_jailed(&self) -> bool {
         self.jail.is_some()
     }
+
+    /// Returns the jail that the options name.
+    fn jail(&self) -> Option<Jail> {
+        let (folder, uid, gid) = (self.jail.clone()?, self.uid?, self.gid?);
+        Some(Jail { folder, uid, gid })
+    }
 }
 
 /// Files that every process with a guest reads: the kernel's information about the process,
@@ -128,6 +134,18 @@ pub(crate) fn begin(args: &RunArgs) -> Result<Confinement> {
     Ok(confinement)
 }
 
+/// Calls `work`, which opens files before [`begin`], with the rights that the process has
+/// afterwards: in a jail, those of its user. The process must have one thread.
+///
+/// # Errors
+/// If `work` fails, or the process cannot take the rights of the user.
+pub(crate) fn as_user<T>(args: &SandboxArgs, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    match args.jail() {
+        Some(jail) => jail.as_user(work).map_err(ConfineError::from)?,
+        None => work(),
+    }
+}
+
 /// Checks that this process can reach `uri`, the target of its guest. Outside of a jail, an
 /// existing Unix socket can be reached: landlock does not restrict connections before Linux 7.1. A
 /// jail contains no socket of another process.
@@ -169,9 +187,7 @@ fn plan(args: &RunArgs) -> Plan {
     plan.files = files(args);
     plan.ports = ports(args);
     plan.keep = keep(&plan.ports, sandbox.jail.is_some());
-    if let (Some(folder), Some(uid), Some(gid)) = (sandbox.jail.clone(), sandbox.uid, sandbox.gid) {
-        plan.jail = Some(Jail { folder, uid, gid });
-    }
+    plan.jail = sandbox.jail();
     plan
 }
 

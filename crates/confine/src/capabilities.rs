@@ -42,6 +42,14 @@ pub(crate) fn give_up(kept: &[KeptCapability]) -> Result<(), String> {
     caps::set(None, CapSet::Permitted, &stays).map_err(failed)
 }
 
+/// Returns true if the calling thread has a capability with which it can read every file, or if its
+/// capabilities are unknown.
+pub(crate) fn reach_all_files() -> bool {
+    let any = [Capability::CAP_DAC_OVERRIDE, Capability::CAP_DAC_READ_SEARCH];
+    let none = |has: CapsHashSet| any.iter().all(|one| !has.contains(one));
+    !caps::read(None, CapSet::Effective).is_ok_and(none)
+}
+
 /// Returns a description of the capabilities that are left after the others were given up.
 pub(crate) fn describe(kept: &[KeptCapability]) -> Measure {
     let has = caps::read(None, CapSet::Permitted).unwrap_or_default();

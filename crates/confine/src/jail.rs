@@ -90,12 +90,7 @@ impl Jail {
     /// Moves the process into the jail, which contains `files` and no other file of the host. The
     /// user of the jail has only the capabilities in `keep`. The process must have one thread.
     pub(crate) fn enter(&self, files: &[File], keep: &[KeptCapability]) -> Result<(), JailError> {
-        if !rustix::process::geteuid().is_root() {
-            return Err(JailError::NotRoot);
-        }
-        if self.uid == 0 || self.gid == 0 {
-            return Err(JailError::StaysRoot);
-        }
+        self.check()?;
         let cwd = std::env::current_dir().map_err(doing(|| "tell the current folder".into()))?;
         let files = absolute(files)?;
         let root = self.mount()?;
@@ -106,6 +101,38 @@ impl Jail {
         folders(&inside(&root, &cwd)).map_err(doing(|| format!("make {} in the jail", cwd.display())))?;
         change_root(&root, &cwd)?;
         self.become_user(keep)
+    }
+
+    /// Calls `work` with the file access of the jail's user and group. The kernel also disables the
+    /// capabilities of root that concern files (capabilities(7), "Effect of user ID changes on
+    /// capabilities").
+    ///
+    /// Use this function to open files before the process enters the jail. These files stay open
+    /// in the jail. With the rights of root, they could be files that the user must not read.
+    ///
+    /// Only the calling thread gets this access, so the process must have one thread. The thread
+    /// has no supplementary groups afterwards. The process is not dumpable until it enters the
+    /// jail.
+    ///
+    /// # Errors
+    /// Returns an error if the process does not run as root, if the user or the group of the jail
+    /// is root, or if the kernel does not change the rights. `work` is not called then.
+    pub fn as_user<T>(&self, work: impl FnOnce() -> T) -> Result<T, JailError> {
+        self.check()?;
+        let show = || format!("access files as user {} of group {}", self.uid, self.gid);
+        let _before = FileAccess::take((self.uid, self.gid)).map_err(doing(show))?;
+        Ok(work())
+    }
+
+    /// Checks that root makes the jail, and that the user and the group of the jail are not root.
+    fn check(&self) -> Result<(), JailError> {
+        if !rustix::process::geteuid().is_root() {
+            return Err(JailError::NotRoot);
+        }
+        if self.uid == 0 || self.gid == 0 {
+            return Err(JailError::StaysRoot);
+        }
+        Ok(())
     }
 
     /// Leaves the host's namespaces, and mounts the empty root. Returns its path.
@@ -174,6 +201,38 @@ impl Jail {
         // read its pagemap there.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).map_err(doing(show))
     }
+}
+
+/// User id and group id with which the calling thread accessed files before it took other ones. The
+/// thread gets the former ids back when this value is dropped.
+struct FileAccess((u32, u32));
+
+impl FileAccess {
+    /// Lets the calling thread access files with the user id and the group id in `ids` only.
+    fn take(ids: (u32, u32)) -> io::Result<Self> {
+        rustix::thread::set_thread_groups(&[])?;
+        let before = Self(set_file_ids(ids));
+        // The calls do not report an error, but return the ids in force. An invalid id changes
+        // nothing.
+        if set_file_ids((u32::MAX, u32::MAX)) != ids || capabilities::reach_all_files() {
+            return Err(io::Error::other("the kernel leaves the rights of root in force"));
+        }
+        Ok(before)
+    }
+}
+
+impl Drop for FileAccess {
+    fn drop(&mut self) {
+        set_file_ids(self.0);
+    }
+}
+
+/// Sets the user id and the group id for the file access of the calling thread (setfsuid(2)).
+/// Returns the previous ids.
+fn set_file_ids((uid, gid): (u32, u32)) -> (u32, u32) {
+    // SAFETY: the calls take numbers, not memory, and change only the calling thread.
+    let (uid, gid) = unsafe { (libc::setfsuid(uid), libc::setfsgid(gid)) };
+    (uid.cast_unsigned(), gid.cast_unsigned())
 }
 
 /// Returns the metadata of a device in /dev, if no user other than root can have replaced it: no
