@@ -406,7 +406,8 @@ fn spawn() -> Policy {
 /// traces), connects to the service, and reads its answers. The HTTP client resolves names on
 /// another thread.
 fn network_client() -> Policy {
-    requests(&[request::BLOCKING])
+    // glibc's resolver asks for the size of an answer before it reads the answer.
+    requests(&[request::BLOCKING, request::UNREAD_BYTES])
         .any(STREAM)
         .any(READS)
         .any(&[SYS_connect, SYS_bind, SYS_uname, SYS_sendmmsg])

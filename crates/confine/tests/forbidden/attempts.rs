@@ -77,6 +77,11 @@ pub(crate) const ATTEMPTS: &[Attempt] = &[
         make: |_| system(libc::SYS_userfaultfd, 1, 0, 0),
     },
     Attempt { name: "a new VM", works: no_role, make: new_vm },
+    Attempt {
+        name: "the size of unread data",
+        works: |role| matches!(role, Role::Owner | Role::Arbiter | Role::Traces),
+        make: |_| unread_bytes(),
+    },
     Attempt { name: "memory made executable", works: no_role, make: |_| executable() },
     Attempt { name: "executable memory", works: no_role, make: |_| mapped_executable() },
     Attempt { name: "another handler of SIGSYS", works: no_role, make: |_| ignore_sigsys() },
@@ -215,6 +220,12 @@ fn mapped_executable() -> io::Result<()> {
 fn ignore_sigsys() -> io::Result<()> {
     let previous = unsafe { libc::signal(libc::SIGSYS, libc::SIG_IGN) };
     if previous == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Makes a call of glibc's resolver. Standard output is a pipe to the test.
+fn unread_bytes() -> io::Result<()> {
+    let mut bytes = 0_i32;
+    call(|| unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::FIONREAD, &raw mut bytes) }.into())
 }
 
 /// Makes calls that every thread needs.
