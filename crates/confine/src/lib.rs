@@ -333,6 +333,7 @@ fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
 fn confine_thread(role: Role, name: &str) {
     let Some(common) = COMMON.get() else { return };
     violation::set_thread(role, name);
+    leave_signals_to_owner();
     // Give up the capabilities even if the host has no filters.
     let confined = capabilities::give_up(&common.keep).and_then(|()| match &common.programs {
         Some(programs) => programs.confine_thread(role),
@@ -340,6 +341,25 @@ fn confine_thread(role: Role, name: &str) {
     });
     if let Err(why) = confined {
         panic!("the thread '{name}' cannot be confined and does not run: {why}");
+    }
+}
+
+/// Blocks, on the calling thread, the signals that ask the process to end.
+///
+/// The kernel runs the handler of such a signal on any thread that does not block the signal. The
+/// handler of the crate `signal-hook` wakes its reader with `sendto`, which the filters of most
+/// roles forbid. The filter of the owner permits this call. The owner, which is the first thread of
+/// the process, does not call this function and therefore runs the handlers.
+fn leave_signals_to_owner() {
+    // SAFETY: sigemptyset initializes the set before it is used. Masks of other threads do not
+    // change.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {
+            libc::sigaddset(&raw mut set, signal);
+        }
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
     }
 }
 

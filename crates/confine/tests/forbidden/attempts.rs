@@ -85,6 +85,11 @@ pub(crate) const ATTEMPTS: &[Attempt] = &[
     Attempt { name: "memory made executable", works: no_role, make: |_| executable() },
     Attempt { name: "executable memory", works: no_role, make: |_| mapped_executable() },
     Attempt { name: "another handler of SIGSYS", works: no_role, make: |_| ignore_sigsys() },
+    Attempt {
+        name: "handling the signals of the owner",
+        works: |role| role == Role::Owner,
+        make: |_| takes_signals(),
+    },
     Attempt { name: "nothing", works: |_| true, make: |_| useful() },
 ];
 
@@ -226,6 +231,17 @@ fn ignore_sigsys() -> io::Result<()> {
 fn unread_bytes() -> io::Result<()> {
     let mut bytes = 0_i32;
     call(|| unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::FIONREAD, &raw mut bytes) }.into())
+}
+
+/// Fails if this thread blocks a signal whose handler only the owner can run.
+fn takes_signals() -> io::Result<()> {
+    let mut blocked: libc::sigset_t = unsafe { std::mem::zeroed() };
+    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), &raw mut blocked) };
+    let is_blocked = |signal: &i32| unsafe { libc::sigismember(&raw const blocked, *signal) } == 1;
+    if [libc::SIGHUP, libc::SIGINT, libc::SIGTERM].iter().any(is_blocked) {
+        return Err(io::Error::other("the signal is blocked"));
+    }
+    Ok(())
 }
 
 /// Makes calls that every thread needs.
