@@ -7,10 +7,11 @@
 
 use crate::report::Measure;
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort,
-    PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
-    make_bitflags,
+    ABI, Access as _, AccessFs, AccessNet, AddRuleError, AddRulesError, BitFlags, CompatLevel, Compatible,
+    LandlockStatus, NetPort, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr,
+    RulesetError, RulesetStatus, Scope, make_bitflags,
 };
+use rustix::fs::FileType;
 use std::path::{Path, PathBuf};
 
 /// Newest landlock ABI whose rights [`Use`] covers. On a kernel with a newer ABI, the ruleset
@@ -82,15 +83,31 @@ pub enum Ports {
 /// Confines the calling thread, and the threads that it starts later, to `files` and `ports`. After
 /// that, they cannot send signals to other processes.
 ///
-/// Files that do not exist are omitted, and they stay unreachable if they are created later.
-pub(crate) fn confine(files: &[File], ports: &Ports) -> Measure {
-    match restrict(files, ports) {
-        Ok(measure) => measure,
-        Err(error) => Measure::missing(format!("the kernel refuses: {error}")),
+/// Files that do not exist are omitted, and they stay unreachable if they are created later. If the
+/// host does not support landlock, nothing is restricted, and the measure gives the reason.
+///
+/// # Errors
+/// Returns the reason if the host supports landlock and the kernel refuses a part of the ruleset.
+pub(crate) fn confine(files: &[File], ports: &Ports) -> Result<Measure, String> {
+    let refused = |error: RulesetError| format!("the kernel refuses the landlock ruleset: {error}");
+    let mut ruleset = ruleset(ports).map_err(refused)?;
+    for file in files {
+        permit(&mut ruleset, file).map_err(|error| {
+            format!("the kernel refuses the landlock rule for {}: {error}", file.path.display())
+        })?;
     }
+    let status = ruleset.restrict_self().map_err(refused)?;
+    Ok(match (status.ruleset, status.landlock) {
+        (RulesetStatus::NotEnforced, why) => Measure::missing(without(why)),
+        (_, LandlockStatus::Available { effective_abi, .. }) => {
+            Measure::in_force(describe(effective_abi, ports))
+        }
+        (_, why) => Measure::missing(without(why)),
+    })
 }
 
-fn restrict(files: &[File], ports: &Ports) -> Result<Measure, RulesetError> {
+/// Creates a ruleset that permits `ports` and no file.
+fn ruleset(ports: &Ports) -> Result<RulesetCreated, RulesetError> {
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(KNOWN))?
@@ -99,23 +116,40 @@ fn restrict(files: &[File], ports: &Ports) -> Result<Measure, RulesetError> {
         ruleset = ruleset.handle_access(AccessNet::BindTcp)?;
     }
     let mut created = ruleset.create()?;
-    for file in files {
-        let Ok(parent) = PathFd::new(&file.path) else { continue };
-        created = created.add_rule(PathBeneath::new(parent, file.rights(file.path.is_dir())))?;
-    }
     if let Ports::Only(ports) = ports {
         for port in ports {
             created = created.add_rule(NetPort::new(*port, AccessNet::BindTcp))?;
         }
     }
-    let status = created.restrict_self()?;
-    Ok(match (status.ruleset, status.landlock) {
-        (RulesetStatus::NotEnforced, why) => Measure::missing(without(why)),
-        (_, LandlockStatus::Available { effective_abi, .. }) => {
-            Measure::in_force(describe(effective_abi, ports))
+    Ok(created)
+}
+
+/// Adds the rule for `file` to `ruleset`. Does nothing if the file does not exist.
+fn permit(ruleset: &mut RulesetCreated, file: &File) -> Result<(), RulesetError> {
+    let Ok(opened) = PathFd::new(&file.path) else { return Ok(()) };
+    let folder = rustix::fs::fstat(&opened).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode).is_dir());
+    let rights = file.rights(folder);
+    // A file that takes the place of a folder for sockets has no rights. landlock refuses a rule
+    // without rights.
+    if rights.is_empty() {
+        return Ok(());
+    }
+    match ruleset.add_rule(PathBeneath::new(opened, rights)) {
+        Err(error) if !needs_no_rule(&error) => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Returns true if `error` means that the file is on a file system without a mount point, such as a
+/// pipe or a memfd that a path in `/dev/fd` names. landlock refuses rules for such files (EBADFD),
+/// and permits all access to them (Linux `security/landlock/fs.c`, `is_nouser_or_private`).
+fn needs_no_rule(error: &RulesetError) -> bool {
+    match error {
+        RulesetError::AddRules(AddRulesError::Fs(AddRuleError::AddRuleCall { source, .. })) => {
+            source.raw_os_error() == Some(libc::EBADFD)
         }
-        (_, why) => Measure::missing(without(why)),
-    })
+        _ => false,
+    }
 }
 
 fn without(status: LandlockStatus) -> String {
@@ -155,13 +189,43 @@ fn describe(abi: ABI, ports: &Ports) -> String {
 /// Returns the restrictions that landlock offers on this host. They are tried on a thread that ends
 /// afterwards.
 pub(crate) fn probe() -> Measure {
-    let probe = || confine(&[File::new(Path::new("/"), Use::Read)], &Ports::Only(Vec::new()));
+    let probe = || {
+        let confined = confine(&[File::new(Path::new("/"), Use::Read)], &Ports::Only(Vec::new()));
+        confined.unwrap_or_else(Measure::missing)
+    };
     std::thread::spawn(probe).join().unwrap_or_else(|_| Measure::missing("the trial failed".to_owned()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
+    use vmferry_testkit::{Need, skip};
+
+    #[test]
+    fn file_without_a_mount_point_does_not_prevent_the_confinement() {
+        let offered = probe();
+        if !offered.in_force {
+            return skip(Need::Kernel, offered.detail);
+        }
+        let key = rustix::fs::memfd_create("key", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let path = format!("/proc/self/fd/{}", key.as_raw_fd());
+        // The rules apply to this thread only.
+        let confined = std::thread::spawn(move || {
+            let measure = confine(&[File::new(&path, Use::Read)], &Ports::Only(vec![])).unwrap();
+            (measure, std::fs::File::open(&path).is_ok(), std::fs::File::open("/etc/passwd").is_ok())
+        });
+        let (measure, key_opens, other_opens) = confined.join().unwrap();
+        assert!(measure.in_force && key_opens && !other_opens, "{measure:?} {key_opens} {other_opens}");
+    }
+
+    #[test]
+    fn folder_for_sockets_that_is_a_file_has_no_rights() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let sockets = File::new(file.path(), Use::Sockets);
+        let confined = std::thread::spawn(move || confine(&[sockets], &Ports::Any));
+        assert!(confined.join().unwrap().is_ok());
+    }
 
     #[test]
     fn files_have_no_rights_that_only_folders_have() {

@@ -148,7 +148,8 @@ impl Confinement {
     ///
     /// # Errors
     /// Returns an error if the process cannot enter the jail, if an output file cannot be created,
-    /// if the process is already confined, or if other code has set the start hook of threads.
+    /// if the kernel refuses a landlock rule although it supports landlock, if the process is
+    /// already confined, or if other code has set the start hook of threads.
     pub fn begin(plan: &Plan) -> Result<Self, ConfineError> {
         let mut in_force = InForce::nothing(plan.mode);
         make_outputs(plan)?;
@@ -170,7 +171,7 @@ impl Confinement {
             Err(error) => Measure::missing(error.to_string()),
         };
         if plan.mode.forbids() {
-            in_force.landlock = files::confine(&plan.files, &plan.ports);
+            in_force.landlock = files::confine(&plan.files, &plan.ports).map_err(ConfineError::Refused)?;
             if let Err(why) = capabilities::narrow(&plan.keep) {
                 in_force.capabilities = Measure::missing(why);
             }
