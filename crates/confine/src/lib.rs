@@ -124,6 +124,7 @@ pub enum ConfineError {
 
 /// Data with which each thread confines itself.
 struct Common {
+    mode: Mode,
     programs: Option<Programs>,
     keep: Vec<KeptCapability>,
 }
@@ -178,7 +179,7 @@ impl Confinement {
         }
         let programs = filters(plan.mode, &mut in_force.seccomp);
         let keep = plan.keep.clone();
-        COMMON.set(Common { programs, keep }).map_err(|_| ConfineError::Twice)?;
+        COMMON.set(Common { mode: plan.mode, programs, keep }).map_err(|_| ConfineError::Twice)?;
         vmferry_thread::on_start(confine_thread).map_err(|_| ConfineError::Twice)?;
         Ok(Self { in_force, complete: false })
     }
@@ -239,7 +240,8 @@ pub fn confine_threads() -> Result<(), ConfineError> {
     violation::install(true).map_err(|error| ConfineError::Refused(error.to_string()))?;
     // Tests may start threads with any capability, so no capability is dropped.
     let keep = caps::all().into_iter().map(|capability| (capability, "")).collect();
-    COMMON.set(Common { programs: Some(programs), keep }).map_err(|_| ConfineError::Twice)?;
+    let common = Common { mode: Mode::Kill, programs: Some(programs), keep };
+    COMMON.set(common).map_err(|_| ConfineError::Twice)?;
     vmferry_thread::on_start(confine_thread).map_err(|_| ConfineError::Twice)?;
     *done = true;
     Ok(())
@@ -336,7 +338,8 @@ fn confine_thread(role: Role, name: &str) {
     violation::set_thread(role, name);
     leave_signals_to_owner();
     // Give up the capabilities even if the host has no filters.
-    let confined = capabilities::give_up(&common.keep).and_then(|()| match &common.programs {
+    let given_up = if common.mode.forbids() { capabilities::give_up(&common.keep) } else { Ok(()) };
+    let confined = given_up.and_then(|()| match &common.programs {
         Some(programs) => programs.confine_thread(role),
         None => Ok(()),
     });

@@ -156,7 +156,14 @@ fn panics(user: Option<u32>) -> End {
 }
 
 fn logs(user: Option<u32>) -> End {
-    works("kill", Mode::Log, user)
+    works("kill", Mode::Log, user)?;
+    // Only a user with a capability can make such a socket. The mode takes none away.
+    let outcome = |mode| {
+        let output = run(Role::Watch, "raw socket", mode, user).map_err(|error| error.to_string())?;
+        Ok::<_, String>(String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let (logged, unconfined) = (outcome(Mode::Log)?, outcome(Mode::Off)?);
+    if logged == unconfined { Ok(None) } else { Err(format!("{logged} instead of {unconfined}")) }
 }
 
 fn off(user: Option<u32>) -> End {
