@@ -24,9 +24,9 @@ pub struct Jail {
     /// Folder at which the new root is mounted. The folder must be empty and unused, and is created
     /// if it does not exist.
     pub folder: PathBuf,
-    /// Id of the user that the process has in the jail. It must not be 0.
+    /// Id of the user that the process has in the jail. It must be neither 0 nor `u32::MAX`.
     pub uid: u32,
-    /// Id of the only group that the process has in the jail. It must not be 0.
+    /// Id of the only group that the process has in the jail. It must be neither 0 nor `u32::MAX`.
     pub gid: u32,
 }
 
@@ -37,8 +37,11 @@ pub enum JailError {
     /// The process does not run as root.
     #[error("only root can make a jail; start this process as root, or without a jail")]
     NotRoot,
-    /// The user or the group in the jail would be root.
-    #[error("the user and the group in the jail must not be root; use those of a user who owns nothing else")]
+    /// The user or the group in the jail would be root: its number is 0, or `u32::MAX`, with which
+    /// setresuid(2) changes nothing.
+    #[error(
+        "the user and the group in the jail must not be root, and 4294967295 is not an id; use those of a user who owns nothing else"
+    )]
     StaysRoot,
     /// A path contains `..` and would therefore name another file in the jail.
     #[error(
@@ -129,7 +132,8 @@ impl Jail {
         if !rustix::process::geteuid().is_root() {
             return Err(JailError::NotRoot);
         }
-        if self.uid == 0 || self.gid == 0 {
+        // For setresuid(2), the highest number means that the id does not change.
+        if [self.uid, self.gid].iter().any(|id| matches!(*id, 0 | u32::MAX)) {
             return Err(JailError::StaysRoot);
         }
         Ok(())
@@ -195,12 +199,24 @@ impl Jail {
         // Without this, the kernel would remove all capabilities when the user changes.
         rustix::thread::set_keep_capabilities(true).map_err(doing(show))?;
         rustix::thread::set_thread_res_uid(uid, uid, uid).map_err(doing(show))?;
+        if all_ids().map_err(doing(show))? != ([self.uid; 3], [self.gid; 3]) {
+            return Err(doing(show)(io::Error::other("the kernel has not changed every id")));
+        }
         rustix::thread::set_keep_capabilities(false).map_err(doing(show))?;
         capabilities::give_up(keep).map_err(refused)?;
         // The kernel made root the owner of /proc/self when the user changed, but the process must
         // read its pagemap there.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).map_err(doing(show))
     }
+}
+
+/// Returns the real, effective and saved user ids and group ids of the calling thread.
+fn all_ids() -> io::Result<([u32; 3], [u32; 3])> {
+    let (mut users, mut groups) = ([0_u32; 3], [0_u32; 3]);
+    let ([ruid, euid, suid], [rgid, egid, sgid]) = (&mut users, &mut groups);
+    // SAFETY: each call writes three numbers, to which the references give exclusive access.
+    let failed = unsafe { libc::getresuid(ruid, euid, suid) != 0 || libc::getresgid(rgid, egid, sgid) != 0 };
+    if failed { Err(io::Error::last_os_error()) } else { Ok((users, groups)) }
 }
 
 /// User id and group id with which the calling thread accessed files before it took other ones. The
@@ -354,9 +370,21 @@ mod tests {
 
     #[test]
     fn jail_refuses_root_as_its_user() {
-        let jail = Jail { folder: "/nonexistent/jail".into(), uid: 0, gid: 5 };
-        let error = jail.enter(&[], &[]).unwrap_err();
         let root = rustix::process::geteuid().is_root();
-        assert!(matches!(error, JailError::StaysRoot) == root && matches!(error, JailError::NotRoot) != root);
+        for (uid, gid) in [(0, 5), (5, 0), (u32::MAX, 5), (5, u32::MAX)] {
+            let jail = Jail { folder: "/nonexistent/jail".into(), uid, gid };
+            let errors = [jail.enter(&[], &[]).unwrap_err(), jail.as_user(|| ()).unwrap_err()];
+            for error in errors {
+                assert_eq!(matches!(error, JailError::StaysRoot), root, "{uid} {gid}: {error}");
+                assert_eq!(matches!(error, JailError::NotRoot), !root, "{uid} {gid}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn all_ids_are_those_of_the_process() {
+        let (users, groups) = all_ids().unwrap();
+        assert_eq!(users[..2], [rustix::process::getuid(), rustix::process::geteuid()].map(Uid::as_raw));
+        assert_eq!(groups[..2], [rustix::process::getgid(), rustix::process::getegid()].map(Gid::as_raw));
     }
 }
