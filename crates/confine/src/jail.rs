@@ -13,8 +13,10 @@ use rustix::fs::{CWD, FileType, Mode};
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use rustix::process::{DumpableBehavior, Gid, Uid};
 use rustix::thread::UnshareFlags;
+use std::ffi::CString;
 use std::fs::Metadata;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 
@@ -180,11 +182,7 @@ impl Jail {
             std::fs::File::options().create(true).append(true).open(&target).map_err(doing(show))?;
         }
         rustix::mount::mount_bind_recursive(&file.path, &target).map_err(doing(show))?;
-        let mut flags = MountFlags::BIND | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-        if file.use_for == Use::Read {
-            flags |= MountFlags::RDONLY;
-        }
-        rustix::mount::mount_remount(&target, flags, c"").map_err(doing(show))
+        restrict_mounts(&target, file.use_for == Use::Read).map_err(doing(show))
     }
 
     fn become_user(&self, keep: &[KeptCapability]) -> Result<(), JailError> {
@@ -296,6 +294,45 @@ fn absolute(files: &[File]) -> Result<Vec<File>, JailError> {
     Ok(placed)
 }
 
+/// Forbids devices, set-user-id bits and execution on the mount at `path` and on all mounts below
+/// it, and writing if `read_only` is true.
+///
+/// Linux before 5.12 can change only one mount at a time. On such a kernel, only the mount at
+/// `path` is restricted.
+fn restrict_mounts(path: &Path, read_only: bool) -> io::Result<()> {
+    let mut set = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
+    let mut flags = MountFlags::BIND | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    if read_only {
+        set |= libc::MOUNT_ATTR_RDONLY;
+        flags |= MountFlags::RDONLY;
+    }
+    match set_on_all_mounts(path, set) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
+            rustix::mount::mount_remount(path, flags, c"").map_err(io::Error::from)
+        }
+        done => done,
+    }
+}
+
+/// Sets the attributes `set` on the mount at `path` and on all mounts below it (mount_setattr(2)).
+fn set_on_all_mounts(path: &Path, set: u64) -> io::Result<()> {
+    let name = CString::new(path.as_os_str().as_bytes())?;
+    let attributes = libc::mount_attr { attr_set: set, attr_clr: 0, propagation: 0, userns_fd: 0 };
+    // SAFETY: the kernel only reads the name, which ends with a null byte, and the attributes, whose
+    // size it is told. Both live until the call returns.
+    let failed = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            libc::AT_FDCWD,
+            name.as_ptr(),
+            libc::AT_RECURSIVE,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 fn inside(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
@@ -332,6 +369,46 @@ fn change_root(root: &Path, cwd: &Path) -> Result<(), JailError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vmferry_testkit::{Need, skip};
+
+    /// Mounts a file system below another one, binds both at a new place, and makes them read-only
+    /// there. Returns the outcome of writing to the lower one. Only this thread sees the mounts.
+    fn write_below_a_bound_folder(folder: &Path) -> io::Result<io::Result<()>> {
+        // SAFETY: the flag does not unshare the descriptors.
+        unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS) }?;
+        rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+        for path in [folder.join("from"), folder.join("from/below")] {
+            std::fs::create_dir(&path)?;
+            rustix::mount::mount("vmferry", &path, "tmpfs", MountFlags::empty(), ROOT)?;
+        }
+        let to = folder.join("to");
+        std::fs::create_dir(&to)?;
+        rustix::mount::mount_bind_recursive(&folder.join("from"), &to)?;
+        std::fs::write(to.join("below/first"), "")?;
+        // A kernel without the call fails here with ENOSYS.
+        set_on_all_mounts(&to, 0)?;
+        restrict_mounts(&to, true)?;
+        Ok(std::fs::write(to.join("below/second"), ""))
+    }
+
+    #[test]
+    fn mounts_below_a_bound_folder_are_restricted_too() {
+        if !rustix::process::geteuid().is_root() {
+            return skip(Need::Root, "the test needs root to mount file systems");
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().to_owned();
+        let outcome = std::thread::spawn(move || write_below_a_bound_folder(&path)).join().unwrap();
+        match outcome {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOSYS)) => {
+                skip(Need::Kernel, format!("mounts cannot be restricted recursively: {error}"));
+            }
+            outcome => {
+                let refused = outcome.unwrap().unwrap_err();
+                assert_eq!(refused.kind(), io::ErrorKind::ReadOnlyFilesystem, "{refused}");
+            }
+        }
+    }
 
     #[test]
     fn files_in_a_placed_folder_are_not_placed_again() {

@@ -164,13 +164,15 @@ impl Confinement {
             ));
             in_force.capabilities = capabilities::describe(&plan.keep);
         }
+        if plan.mode != Mode::Off || plan.jail.is_some() {
+            in_force.no_new_privs = match rustix::thread::set_no_new_privs(true) {
+                Ok(()) => Measure::in_force("executed programs gain no privileges"),
+                Err(error) => Measure::missing(error.to_string()),
+            };
+        }
         if plan.mode == Mode::Off {
             return Ok(Self { in_force, complete: true });
         }
-        in_force.no_new_privs = match rustix::thread::set_no_new_privs(true) {
-            Ok(()) => Measure::in_force("executed programs gain no privileges"),
-            Err(error) => Measure::missing(error.to_string()),
-        };
         if plan.mode.forbids() {
             in_force.landlock = files::confine(&plan.files, &plan.ports).map_err(ConfineError::Refused)?;
             if let Err(why) = capabilities::narrow(&plan.keep) {
