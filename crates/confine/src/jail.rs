@@ -343,13 +343,17 @@ fn folders(path: &Path) -> io::Result<()> {
 
 /// Mounts /proc in the jail, without the processes of other users. Kernels before 5.8 share one set
 /// of options between all mounts of /proc. These options must not change, so on such a kernel the
-/// host's /proc is bound instead.
+/// host's /proc is bound instead, with the processes of other users.
 fn proc_in(root: &Path) -> Result<(), JailError> {
     let target = root.join("proc");
     folders(&target).map_err(doing(|| "make /proc in the jail".into()))?;
     let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC | MountFlags::RDONLY;
     rustix::mount::mount("proc", &target, "proc", flags, c"hidepid=invisible")
-        .or_else(|_| rustix::mount::mount_bind("/proc", &target))
+        .map_err(io::Error::from)
+        .or_else(|_| {
+            rustix::mount::mount_bind("/proc", &target)?;
+            restrict_mounts(&target, true)
+        })
         .map_err(doing(|| "mount /proc in the jail".into()))
 }
 

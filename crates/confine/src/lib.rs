@@ -265,24 +265,44 @@ pub fn available() -> [Measure; 2] {
     [seccomp, files::probe()]
 }
 
-/// Closes all descriptors of this process except the standard streams and those in `keep`. Does
-/// nothing on kernels before 5.9.
+/// Closes all descriptors of this process except the standard streams and those in `keep`.
+///
+/// If the kernel has no close_range(2) (Linux before 5.9, or a container that forbids the call), the
+/// open descriptors are found in `/proc/self/fd`. Without `/proc`, they stay open then.
 ///
 /// Call this function before the process opens a descriptor. Otherwise code that owns a closed
 /// number would use whatever descriptor other code opens later under that number.
 pub fn close_inherited(keep: &[RawFd]) {
-    let mut keep: Vec<u32> =
+    let mut kept: Vec<u32> =
         keep.iter().filter_map(|fd| u32::try_from(*fd).ok()).filter(|fd| *fd > 2).collect();
-    keep.sort_unstable();
+    kept.sort_unstable();
     let mut first = 3;
-    for next in keep.into_iter().map(Some).chain([None]) {
+    for next in kept.into_iter().map(Some).chain([None]) {
         let last = next.map_or(u32::MAX, |next| next - 1);
         if first <= last {
             // SAFETY: the call takes numbers, not memory. No code in this process owns a descriptor
             // among them: the caller calls this function before the process opens one.
-            unsafe { libc::syscall(libc::SYS_close_range, first, last, 0u32) };
+            let closed = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0u32) };
+            if closed != 0 {
+                return close_one_by_one(keep);
+            }
         }
         first = next.map_or(u32::MAX, |next| next.saturating_add(1));
+    }
+}
+
+/// Closes the descriptors that `/proc/self/fd` lists, except the standard streams and those in
+/// `keep`.
+fn close_one_by_one(keep: &[RawFd]) {
+    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
+    // The list is complete before the first descriptor is closed. It also has the descriptor of the
+    // folder, which is closed by then.
+    let open: Vec<RawFd> =
+        entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
+    for fd in open.into_iter().filter(|fd| *fd > 2 && !keep.contains(fd)) {
+        // SAFETY: no code in this process owns the descriptor: the caller of `close_inherited` calls
+        // it before the process opens one.
+        unsafe { libc::close(fd) };
     }
 }
 
@@ -384,4 +404,25 @@ fn make_outputs(plan: &Plan) -> Result<(), ConfineError> {
         })?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::IntoRawFd;
+    use vmferry_testkit::alone;
+
+    #[test]
+    fn descriptors_are_closed_one_by_one_without_close_range() {
+        // The call would close the descriptors of other tests.
+        if !alone("tests::descriptors_are_closed_one_by_one_without_close_range") {
+            return;
+        }
+        let open = || std::fs::File::open("/dev/null").unwrap().into_raw_fd();
+        let (kept, closed) = (open(), open());
+        close_one_by_one(&[kept]);
+        // SAFETY: the call takes numbers, and fails for a descriptor that is not open.
+        let is_open = |fd: RawFd| unsafe { libc::fcntl(fd, libc::F_GETFD) } != -1;
+        assert!(is_open(kept) && is_open(2) && !is_open(closed));
+    }
 }
