@@ -116,7 +116,10 @@ pub(crate) fn call(client: &mut Client, command: &str) -> Result<(Value, UnixStr
     let name = format!("vmferry-{}-{command}", std::process::id());
     client.pass(&name, other.as_fd())?;
     drop(other);
-    let answer = client.call(command, json!({ "fdname": name }))?;
+    let answer = client.call(command, json!({ "fdname": name })).inspect_err(|_| {
+        // A process that has refused the command still has the socket.
+        let _ = client.close(&name);
+    })?;
     Ok((answer, own))
 }
 

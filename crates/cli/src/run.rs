@@ -100,9 +100,6 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> 
     let result = arrived.and_then(|arrived| {
         let Arrived::Here(arriving) = arrived else { return Ok(Status::Done) };
         kept = arriving;
-        if args.incoming.is_some() {
-            shared.outlive_early_quit();
-        }
         if let (true, Some(server), Some(path)) = (args.successor, &mut server, &args.api) {
             upgrade::succeed(server, path);
         }
@@ -506,6 +503,7 @@ fn print_moved(status: Status, uri: &str) {
 /// Returns the exit status if the process ends now: because its guest `moved` away at that time,
 /// with the status `ends`, or because the process was told to end.
 fn told_to_end(shared: &RunContext, moved: Option<Instant>, ends: Status) -> Option<Status> {
+    shared.take_early_quit();
     let quit = shared.quit.load(Ordering::Acquire);
     if let Some(since) = moved.filter(|_| quit || !shared.stay.load(Ordering::Acquire)) {
         // A client that watches the migration must read the result, also if this process was told
@@ -626,7 +624,7 @@ fn recover(machine: &mut Machine, shared: &RunContext, take: bool) -> Result<Gue
         return Ok(GuestPlace::Moved);
     }
     // A signal during the migration was meant for another situation.
-    shared.quit.store(false, Ordering::Release);
+    shared.forget_quit();
     if let Some(arbiter) = shared.arbiter() {
         arbiter.take()?;
     }

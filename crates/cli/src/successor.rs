@@ -11,7 +11,7 @@
 //! executes the command line of another user's process only if root itself has written it: a
 //! process that enters a jail first puts its arguments into a sealed file ([`Started`]), which then
 //! belongs to root and which no process can change. A process of another user cannot create such a
-//! file. It could only present that of another process with a jail.
+//! file, and that of another process names another control socket.
 
 use crate::api::Client;
 use crate::descriptors::Descriptors;
@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -52,7 +52,10 @@ const ORIGIN: [&str; 13] = [
 const SERVICE_MANAGER: [&str; 3] = ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
 
 /// Seals of a file whose content no process can change.
-const FIXED: SealFlags = SealFlags::WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW);
+const FIXED: SealFlags =
+    SealFlags::WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::SEAL);
+/// Name of a sealed file with arguments. Only the creator of a memfd can name it.
+const SEALED: &str = "vmferry-arguments";
 /// Largest sealed file that is read. Linux limits a command line to 2 MiB (execve(2)).
 const LARGEST: u64 = 4 << 20;
 
@@ -79,11 +82,10 @@ impl Started {
     /// Executes `x-vmferry-arguments`. With a socket, also sends the sealed file over it.
     pub(crate) fn answer(&self, request: &Value, descriptors: &Descriptors) -> Result<Value> {
         let AskArguments { fdname } = serde_json::from_value(request.clone())?;
+        let sockets = descriptors.take(fdname.as_slice())?;
         let mut answer = self.arguments.answer()?;
-        if let (Some(name), Some(sealed)) = (fdname, &self.sealed) {
-            for socket in descriptors.take(&[name])? {
-                handed::send(&socket, &[sealed.as_fd()]).context("cannot pass the sealed command line")?;
-            }
+        if let (Some(socket), Some(sealed)) = (sockets.first(), &self.sealed) {
+            handed::send(socket, &[sealed.as_fd()]).context("cannot pass the sealed command line")?;
             answer["sealed"] = json!(true);
         }
         Ok(answer)
@@ -93,7 +95,7 @@ impl Started {
 /// Arguments of `x-vmferry-arguments`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct AskArguments {
+pub(crate) struct AskArguments {
     /// Name of the socket for the sealed file (`getfd`).
     #[serde(default)]
     fdname: Option<String>,
@@ -102,9 +104,9 @@ struct AskArguments {
 /// Returns a file with `content` that no process can change.
 fn seal(content: &[u8]) -> std::io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let mut file = File::from(rustix::fs::memfd_create("vmferry-arguments", flags)?);
+    let mut file = File::from(rustix::fs::memfd_create(SEALED, flags)?);
     file.write_all(content)?;
-    rustix::fs::fcntl_add_seals(&file, FIXED | SealFlags::SEAL)?;
+    rustix::fs::fcntl_add_seals(&file, FIXED)?;
     Ok(file.into())
 }
 
@@ -177,31 +179,43 @@ impl StartArguments {
         if uid == own.as_raw() || uid == 0 {
             return told(client.call("arguments", json!({}))?).map(Self::from);
         }
-        let refused = || {
+        let path = client.path().display().to_string();
+        ensure!(
+            own.is_root(),
+            "the process at {path} runs as user {uid}, who must not decide what another user executes; run this command as user {uid}"
+        );
+        Self::ask_for_sealed(client, uid).with_context(|| {
             format!(
-                "the process at {} runs as user {uid}, who must not decide what another user executes; run this command as that user",
-                client.path().display()
+                "the process at {path} runs as user {uid}, and root executes only a command line that root has given to a process with --jail; \
+                 run this command as user {uid}, or move the guest"
             )
-        };
-        ensure!(own.is_root(), refused());
-        let refused = refused();
-        Self::ask_for_sealed(client).context(refused)
+        })
     }
 
-    /// Asks a process of another user for arguments that root has written.
-    fn ask_for_sealed(client: &mut Client) -> Result<Self> {
-        let (answer, socket) = handed::call(client, "arguments")?;
-        ensure!(told(answer)?.sealed, "it was not started by root with --jail, or its version is too old");
+    /// Asks a process of the user `uid` for arguments that root has written for this process.
+    fn ask_for_sealed(client: &mut Client, uid: u32) -> Result<Self> {
+        let (answer, socket) = handed::call(client, "arguments").context("its version is too old")?;
+        ensure!(told(answer)?.sealed, "root has not started it with --jail");
         let [file] = <[OwnedFd; 1]>::try_from(handed::receive(&socket)?)
             .map_err(|all| anyhow::anyhow!("{} descriptors came instead of 1", all.len()))?;
-        Self::from_sealed(file, 0)
+        let start = Self::from_sealed(file, 0)?;
+        let arguments = SuccessorArguments::from_start(&start)?;
+        let real = |path: &Path| path.canonicalize().ok();
+        let same_path = arguments.path("api").is_some_and(|api| real(&api) == real(client.path()));
+        let same_user = arguments.value("uid").and_then(OsStr::to_str) == Some(&uid.to_string());
+        ensure!(same_path && same_user, "it has presented the command line of another process");
+        Ok(start)
     }
 
     /// Reads the arguments in a sealed file, which must belong to the user `owner`.
     fn from_sealed(file: OwnedFd, owner: u32) -> Result<Self> {
         let seals = rustix::fs::fcntl_get_seals(&file).context("its command line is in no sealed file")?;
         let found = rustix::fs::fstat(&file)?.st_uid;
-        ensure!(seals.contains(FIXED), "its command line is in a file that can be changed");
+        let name = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        ensure!(
+            seals.contains(FIXED) && name.to_string_lossy().starts_with(&format!("/memfd:{SEALED} ")),
+            "its command line is in a file that can be changed"
+        );
         ensure!(found == owner, "its command line was written by user {found}, and not by user {owner}");
         let file = File::from(file);
         let size = file.metadata()?.len();
@@ -454,9 +468,14 @@ mod tests {
         let other = refused(sealed(), own + 1);
         assert!(other.contains(&format!("written by user {own}, and not by user {}", own + 1)), "{other}");
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let mut open = File::from(rustix::fs::memfd_create("open", flags).unwrap());
-        open.write_all(text.as_bytes()).unwrap();
-        assert!(refused(open.into(), own).contains("can be changed"));
+        let open = |name| File::from(rustix::fs::memfd_create(name, flags).unwrap());
+        let changeable = open(SEALED);
+        (&changeable).write_all(text.as_bytes()).unwrap();
+        assert!(refused(changeable.into(), own).contains("can be changed"));
+        // Memory of a guest, which the process has sealed later.
+        let memory = open("vmferry-guest");
+        rustix::fs::fcntl_add_seals(&memory, FIXED).unwrap();
+        assert!(refused(memory.into(), own).contains("can be changed"));
         let (pipe, _writer) = std::io::pipe().unwrap();
         assert!(refused(pipe.into(), own).contains("no sealed file"));
     }
@@ -467,7 +486,7 @@ mod tests {
         // `sh run` executes the file `run` in the folder of the arguments.
         let folder = std::env::temp_dir().join(format!("vmferry-successor-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        let number = std::os::fd::AsRawFd::as_raw_fd(&write);
+        let number = write.as_raw_fd();
         std::fs::write(folder.join("run"), format!("echo \"$1\" $(pwd) > /proc/self/fd/{number}\n")).unwrap();
         let arguments = SuccessorArguments { folder: folder.clone(), options: Vec::new() }.with("cpus", "2");
         let mut child = arguments.spawn(Path::new("/bin/sh"), &[write.as_fd()], Stdio::inherit()).unwrap();

@@ -67,7 +67,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<Status> {
     let (sockets, ends) = pairs()?;
     let handed = Handed::ask(&mut old).context("the process does not pass its descriptors")?;
     let arguments = with_handed(arguments(&mut old, &args.api, &ends)?, &handed)?;
-    let before = old.call("status", json!({}))?;
+    let old_pid = old.peer_pid()?;
     let inherited: Vec<_> = ends.iter().map(AsFd::as_fd).chain(handed.all()).collect();
     let mut new = NewProcess::start(args, &arguments, &inherited)?;
     // The new process notices the end of its sockets only if no other process has them.
@@ -78,7 +78,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<Status> {
     let status = output::exit_status(&report);
     let _ = stage.ended.set(status);
     report["upgrade"] = json!({
-        "from_pid": before["vm"]["pid"],
+        "from_pid": old_pid,
         "to_pid": new.pid(),
         "ready_ms": ready.as_secs_f64() * 1e3,
     });

@@ -62,6 +62,14 @@ impl Client {
         self.inner.peer_uid().context("the user of the process that listens is unknown")
     }
 
+    /// Returns the process id of the process.
+    ///
+    /// # Errors
+    /// Returns an error if the kernel does not report the process.
+    pub fn peer_pid(&self) -> Result<i32> {
+        self.inner.peer_pid().context("the process that listens is unknown")
+    }
+
     /// Checks that the process may receive a key or a password.
     ///
     /// A process of this user or of root may. A process of another user may only if that user owns

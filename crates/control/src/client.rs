@@ -93,6 +93,14 @@ impl Client {
         Ok(rustix::net::sockopt::socket_peercred(self.stream.get_ref())?.uid.as_raw())
     }
 
+    /// Returns the process id of the server.
+    ///
+    /// # Errors
+    /// Returns an error if the kernel does not report the process.
+    pub fn peer_pid(&self) -> io::Result<i32> {
+        Ok(rustix::net::sockopt::socket_peercred(self.stream.get_ref())?.pid.as_raw_pid())
+    }
+
     /// Returns the greeting of the server, an object with the members `version` and `capabilities`.
     #[must_use]
     pub fn greeting(&self) -> &Value {

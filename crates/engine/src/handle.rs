@@ -318,6 +318,9 @@ pub struct Progress {
     /// memory has arrived.
     #[serde(rename = "runs_there")]
     pub runs_on_target: bool,
+    /// True from the commit until the source knows who owns the guest.
+    #[serde(skip)]
+    pub owner_unknown: bool,
     /// Reason for the loss of the link. `None` unless the link is lost after the handover, or the
     /// owner of the guest is unknown.
     pub interrupted: Option<String>,

@@ -161,8 +161,9 @@ pub(crate) struct RunContext {
     pub(crate) stay_awake: bool,
     pub(crate) arrival: Arrival,
     pub(crate) quit: AtomicBool,
-    /// The process was told to end before its guest arrived.
-    quit_before_arrival: AtomicBool,
+    /// The process was told to end before its guest arrived, or while the owner of its guest was
+    /// unknown.
+    quit_early: AtomicBool,
     /// Readers that have seen the report of a migration that has ended.
     pub(crate) audience: ReportReaders,
     /// The process stays after its guest has moved, until a client tells it to end.
@@ -236,7 +237,7 @@ impl RunContext {
             arbiter,
             current_arbiter: Mutex::default(),
             quit: AtomicBool::new(false),
-            quit_before_arrival: AtomicBool::new(false),
+            quit_early: AtomicBool::new(false),
             audience: ReportReaders::new(args.metrics.is_some()),
             stay: AtomicBool::new(false),
             quit_reason: Mutex::new("host-signal"),

@@ -4,6 +4,7 @@ use super::RunContext;
 use super::migration::refused;
 use crate::advice;
 use crate::handed::PassArguments;
+use crate::successor::AskArguments;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::os::fd::OwnedFd;
@@ -126,6 +127,7 @@ fn check(name: &str, arguments: &Arguments) -> Result<(), QmpError> {
     match name {
         "migrate" | "dirty-rate" | "plan" | "snapshot" | "branch" => Ok(()),
         "snapshot-resume" => arguments.read::<SnapshotResume>().map(drop),
+        "arguments" => arguments.read::<AskArguments>().map(drop),
         "pass-descriptors" => arguments.read::<PassArguments>().map(drop),
         "recover" => arguments.read::<Recover>().map(drop),
         "balloon" => arguments.read::<Balloon>().map(drop),
@@ -248,6 +250,8 @@ mod tests {
         };
         for (name, value) in [
             ("status", json!({})),
+            ("arguments", json!({})),
+            ("arguments", json!({"fdname": "x"})),
             ("recover", json!({"take": null})),
             ("recover", json!({"take": false})),
             ("balloon", json!({"target": 5})),

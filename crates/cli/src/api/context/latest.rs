@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use vmferry_engine::{MigrationHandle, MigrationState, Progress};
+use vmferry_engine::{MigrationHandle, MigrationState};
 
 impl RunContext {
     /// Returns the arbiter of the current or latest migration.
@@ -108,23 +108,16 @@ impl RunContext {
     /// Returns whether the guest runs at the target while this process still has pages of the
     /// guest.
     pub(super) fn handed_over(&self) -> bool {
+        use MigrationState::{Postcopy, PostcopyPaused};
         self.under_way().is_some_and(|handle| {
             let progress = handle.progress();
-            progress.state == MigrationState::Postcopy || is_paused_there(&progress)
+            progress.state == Postcopy || progress.state == PostcopyPaused && progress.runs_on_target
         })
     }
 
     /// Returns whether the owner of the migrating guest is unknown: this process has sent the
-    /// commit, and has not received the answer.
+    /// commit, and does not know whether the target runs the guest.
     pub(super) fn undecided(&self) -> bool {
-        self.under_way().is_some_and(|handle| {
-            let progress = handle.progress();
-            let paused = progress.state == MigrationState::PostcopyPaused;
-            progress.state == MigrationState::Unknown || paused && !is_paused_there(&progress)
-        })
+        self.under_way().is_some_and(|handle| handle.progress().owner_unknown)
     }
-}
-
-fn is_paused_there(progress: &Progress) -> bool {
-    progress.state == MigrationState::PostcopyPaused && progress.runs_on_target
 }

@@ -12,13 +12,15 @@ impl RunContext {
 
     /// Ends the process as soon as its guest allows it, for `reason`.
     ///
-    /// Does nothing while it is not known whether the target runs the guest: this process may have
-    /// the only copy of the guest, which may come back and must not end for an earlier request.
+    /// While this process may get the only copy of the guest from its source, or back from its
+    /// target, the request does not end that guest: see [`take_early_quit`](Self::take_early_quit).
     pub(crate) fn request_quit(&self, reason: &'static str) {
         if self.undecided() || self.place() == GuestPlace::Unknown {
             eprintln!(
-                "vmferry: this process does not end, because it is not known whether the target runs the guest; decide with `vmferry recover`"
+                "vmferry: this process does not end, because it is not known yet whether the target runs the guest; if that lasts, decide with \
+                 `vmferry recover`"
             );
+            self.quit_early.store(true, Ordering::Release);
             return;
         }
         if self.handed_over() {
@@ -32,14 +34,23 @@ impl RunContext {
                  moved (`vmferry cancel` ends both now)"
             );
         }
-        if self.place() == GuestPlace::Awaited {
-            self.quit_before_arrival.store(true, Ordering::Release);
+        let comes_from_a_source = self.incoming().is_some();
+        // The place changes under this lock when a guest arrives.
+        let place = lock(&self.place);
+        if *place != GuestPlace::Awaited || !comes_from_a_source {
+            drop(place);
+            return self.quit_now(reason);
         }
-        self.quit_now(reason);
+        *lock(&self.quit_reason) = reason;
+        self.quit_early.store(true, Ordering::Release);
+        self.quit.store(true, Ordering::Release);
+        drop(place);
+        // A guest that this process has begun to start needs its pages.
+        self.arrival.stop();
+        self.request_check();
     }
 
-    /// Does the same as [`request_quit`](Self::request_quit) for a guest that the operator has
-    /// given up.
+    /// Ends the process and its guest, for `reason`.
     pub(crate) fn quit_now(&self, reason: &'static str) {
         *lock(&self.quit_reason) = reason;
         self.quit.store(true, Ordering::Release);
@@ -47,19 +58,30 @@ impl RunContext {
         self.request_check();
     }
 
-    /// Lets a guest continue that has arrived although this process was told to end before: it was
-    /// too late to give the guest back to the source. The guest is asked to shut down.
-    pub(crate) fn outlive_early_quit(&self) {
-        if !self.quit_before_arrival.swap(false, Ordering::AcqRel) {
+    /// Forgets a request to end the process that came while the guest was elsewhere, or may have
+    /// been.
+    pub(crate) fn forget_quit(&self) {
+        self.quit_early.store(false, Ordering::Release);
+        self.quit.store(false, Ordering::Release);
+    }
+
+    /// If this process was told to end before its guest arrived or came back, asks the guest to
+    /// shut down, as the first SIGTERM does. Without this, the only copy of the guest would end at
+    /// once.
+    pub(crate) fn take_early_quit(&self) {
+        let place = lock(&self.place);
+        let here = matches!(*place, GuestPlace::Running | GuestPlace::Paused);
+        if !here || !self.quit_early.swap(false, Ordering::AcqRel) {
             return;
         }
         self.quit.store(false, Ordering::Release);
+        drop(place);
         let asked = match press_power_button(self) {
             Ok(()) => "it was asked to shut down".to_owned(),
             Err(why) => format!("it was not asked to shut down, because {why:#}"),
         };
         eprintln!(
-            "vmferry: the guest had arrived before this process could end; {asked}. Tell the process again to end it at once"
+            "vmferry: this process was told to end before its guest was here; {asked}. Tell the process again to end the guest at once"
         );
     }
 }

@@ -58,6 +58,8 @@ impl Driver<'_, '_> {
             progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
             progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
             progress.runs_on_target = session.runs_on_target();
+            progress.owner_unknown =
+                session.committed() && !session.runs_on_target() && phase != Phase::Ended;
             progress.arbiter = session.arbiter_answer().map(|says| match &self.arbiter {
                 Some(arbiter) => format!("{says} ({})", arbiter.register()),
                 None => says,
