@@ -159,9 +159,7 @@ for _ in range(4):
         if there { Ok(()) } else { Err("it does not listen") }
     });
     let children = folder.path("children");
-    for command in
-        [&["upgrade", "--api", &api][..], &["branch", "--api", &api, "--api-dir", &children]]
-    {
+    for command in [&["upgrade", "--api", &api][..], &["branch", "--api", &api, "--api-dir", &children]] {
         let output = vmferry(command);
         let said = errors(&output);
         assert!(code(&output) == 1 && said.contains("runs as user 64002"), "{said}");

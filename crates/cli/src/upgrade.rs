@@ -102,9 +102,8 @@ fn pairs() -> Result<(Vec<UnixStream>, Vec<UnixStream>)> {
 
 /// Returns the command line of the new process. `ends` are its sockets.
 fn arguments(old: &mut Client, api: &Path, ends: &[UnixStream]) -> Result<SuccessorArguments> {
-    let start = StartArguments::ask(old).with_context(|| {
-        format!("cannot use the command line of the process at {}", api.display())
-    })?;
+    let start = StartArguments::ask(old)
+        .with_context(|| format!("cannot use the command line of the process at {}", api.display()))?;
     let arguments = SuccessorArguments::from_start(&start)?;
     let backing = arguments.value("memory-backing").and_then(|backing| backing.to_str());
     if !matches!(backing, Some("memfd" | "hugetlbfs")) {

@@ -387,7 +387,7 @@ mod tests {
         }
         let to = folder.join("to");
         std::fs::create_dir(&to)?;
-        rustix::mount::mount_bind_recursive(&folder.join("from"), &to)?;
+        rustix::mount::mount_bind_recursive(folder.join("from"), &to)?;
         std::fs::write(to.join("below/first"), "")?;
         // A kernel without the call fails here with ENOSYS.
         set_on_all_mounts(&to, 0)?;
