@@ -267,8 +267,8 @@ pub fn available() -> [Measure; 2] {
 
 /// Closes all descriptors of this process except the standard streams and those in `keep`.
 ///
-/// If the kernel has no close_range(2) (Linux before 5.9, or a container that forbids the call), the
-/// open descriptors are found in `/proc/self/fd`. Without `/proc`, they stay open then.
+/// If the kernel has no close_range(2) (Linux before 5.9, or a container that forbids the call),
+/// the open descriptors are found in `/proc/self/fd`. Without `/proc`, they stay open then.
 ///
 /// Call this function before the process opens a descriptor. Otherwise code that owns a closed
 /// number would use whatever descriptor other code opens later under that number.
@@ -300,8 +300,8 @@ fn close_one_by_one(keep: &[RawFd]) {
     let open: Vec<RawFd> =
         entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
     for fd in open.into_iter().filter(|fd| *fd > 2 && !keep.contains(fd)) {
-        // SAFETY: no code in this process owns the descriptor: the caller of `close_inherited` calls
-        // it before the process opens one.
+        // SAFETY: no code in this process owns the descriptor: the caller of `close_inherited`
+        // calls it before the process opens one.
         unsafe { libc::close(fd) };
     }
 }
