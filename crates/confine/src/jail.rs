@@ -318,8 +318,8 @@ fn restrict_mounts(path: &Path, read_only: bool) -> io::Result<()> {
 fn set_on_all_mounts(path: &Path, set: u64) -> io::Result<()> {
     let name = CString::new(path.as_os_str().as_bytes())?;
     let attributes = libc::mount_attr { attr_set: set, attr_clr: 0, propagation: 0, userns_fd: 0 };
-    // SAFETY: the kernel only reads the name, which ends with a null byte, and the attributes, whose
-    // size it is told. Both live until the call returns.
+    // SAFETY: the kernel only reads the name, which ends with a null byte, and the attributes,
+    // whose size it is told. Both live until the call returns.
     let failed = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,

@@ -97,7 +97,8 @@ pub(crate) struct PendingOrder {
 pub(crate) struct Turn(AtomicBool);
 
 impl Turn {
-    /// Begins the order, or gives it up. Returns false if the other side has decided before.
+    /// Begins the order, or gives it up. Returns false if the owner or the caller has
+    /// decided before.
     pub(crate) fn take(&self) -> bool {
         !self.0.swap(true, Ordering::AcqRel)
     }
