@@ -16,8 +16,8 @@ pub(crate) const MEMORY_RESERVE: u64 = 512 << 20;
 /// Time in which the kernel frees the memory of guests that have ended.
 const FREED_WITHIN: Duration = Duration::from_secs(20);
 
-/// Whether the operator has asked for the end of the comparisons of this process. The flag orders no
-/// other memory.
+/// True if the operator has asked for the end of the comparisons of this process. The flag orders
+/// no other memory.
 static ENDS: AtomicBool = AtomicBool::new(false);
 
 /// Lets all comparisons of this process end after the run that is under way. They keep the results
@@ -110,7 +110,7 @@ pub(crate) struct Rounds<'a> {
     pub(crate) progress: &'a mut dyn FnMut(&str),
     /// Failed runs, each with its round and reason.
     pub(crate) failures: Vec<String>,
-    /// Whether no further run begins.
+    /// True if no further run begins.
     ends: &'a AtomicBool,
 }
 
