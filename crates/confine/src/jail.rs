@@ -9,15 +9,17 @@
 
 use crate::capabilities::{self, KeptCapability};
 use crate::files::{File, Use};
-use rustix::fs::{CWD, FileType, Mode};
+use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use rustix::process::{DumpableBehavior, Gid, Uid};
 use rustix::thread::UnshareFlags;
-use std::ffi::CString;
+use std::ffi::{CString, OsString};
 use std::fs::Metadata;
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 
 /// Jail that a process enters.
@@ -64,6 +66,12 @@ pub enum JailError {
         #[source]
         source: io::Error,
     },
+    /// A path leads over a link that a user other than root could have placed.
+    #[error(
+        "the path {} leads over a link that another user can have placed; name the file that the link leads to",
+        .0.display()
+    )]
+    Link(PathBuf),
     /// A device is named by a path that a user other than root could have changed.
     #[error(
         "the device {} cannot be in the jail, because another user can have replaced it; name it by a path in /dev whose folders only \
@@ -161,27 +169,28 @@ impl Jail {
     /// Places `file` under `root` at its own path. A file that does not exist is omitted.
     fn place(&self, root: &Path, file: &File) -> Result<(), JailError> {
         let show = || format!("place {} in the jail", file.path.display());
-        let Ok(meta) = std::fs::metadata(&file.path) else { return Ok(()) };
+        let Some(source) = open_source(&file.path)? else { return Ok(()) };
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(&source).map_err(doing(show))?.st_mode);
         let target = inside(root, &file.path);
         if let Some(parent) = target.parent() {
             folders(parent).map_err(doing(show))?;
         }
-        let kind = meta.file_type();
-        if kind.is_char_device() || kind.is_block_device() {
+        if matches!(kind, FileType::CharacterDevice | FileType::BlockDevice) {
             // The new node belongs to the user of the jail, so it must be the device that root has
             // chosen.
             let meta = device(&file.path).ok_or_else(|| JailError::Device(file.path.clone()))?;
-            let kind = if kind.is_block_device() { FileType::BlockDevice } else { FileType::CharacterDevice };
             let writes = if file.use_for == Use::ReadDevice { Mode::empty() } else { Mode::WUSR };
             rustix::fs::mknodat(CWD, &target, kind, Mode::RUSR | writes, meta.rdev()).map_err(doing(show))?;
             return std::os::unix::fs::chown(&target, Some(self.uid), Some(self.gid)).map_err(doing(show));
         }
-        if meta.is_dir() {
+        if kind == FileType::Directory {
             folders(&target).map_err(doing(show))?;
         } else {
             std::fs::File::options().create(true).append(true).open(&target).map_err(doing(show))?;
         }
-        rustix::mount::mount_bind_recursive(&file.path, &target).map_err(doing(show))?;
+        // The path could lead to another file now.
+        let source = format!("/proc/self/fd/{}", source.as_raw_fd());
+        rustix::mount::mount_bind_recursive(source, &target).map_err(doing(show))?;
         restrict_mounts(&target, file.use_for == Use::Read).map_err(doing(show))
     }
 
@@ -206,6 +215,70 @@ impl Jail {
         // read its pagemap there.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).map_err(doing(show))
     }
+}
+
+/// Opens the file at `path` for a bind mount. Returns `None` if it does not exist.
+///
+/// Root follows only links that root has placed. The user of the jail may own a folder on the path.
+/// With a link there, that user could place any file of the host in the jail.
+fn open_source(path: &Path) -> Result<Option<OwnedFd>, JailError> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let Some(real) = without_links(path)? else { return Ok(None) };
+    match rustix::fs::openat2(CWD, &real, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS) {
+        // Another user has just replaced a part of the path by a link.
+        Err(Errno::LOOP) => Err(JailError::Link(path.into())),
+        // Linux before 5.6, or a container that forbids the call.
+        Err(Errno::NOSYS | Errno::PERM) => Ok(rustix::fs::open(&real, flags, Mode::empty()).ok()),
+        opened => Ok(opened.ok()),
+    }
+}
+
+/// Returns `path` with its links replaced by what they lead to, or `None` if a link cannot be
+/// followed.
+fn without_links(path: &Path) -> Result<Option<PathBuf>, JailError> {
+    /// Largest number of links on a path, as in Linux (path_resolution(7)).
+    const MOST: u32 = 40;
+    let refused = || JailError::Link(path.into());
+    let mut rest: Vec<OsString> = parts(path);
+    let (mut real, mut links) = (PathBuf::from("/"), 0);
+    while let Some(part) = rest.pop() {
+        if part == ".." {
+            real.pop();
+            continue;
+        }
+        let Ok(link) = std::fs::read_link(real.join(&part)) else {
+            real.push(part);
+            continue;
+        };
+        links += 1;
+        if !only_root_writes(&real) {
+            return Err(refused());
+        }
+        if links > MOST {
+            return Ok(None);
+        }
+        if link.is_absolute() {
+            real = PathBuf::from("/");
+        }
+        rest.extend(parts(&link));
+    }
+    Ok(Some(real))
+}
+
+/// Returns the names on `path`, the last one first.
+fn parts(path: &Path) -> Vec<OsString> {
+    let names = path.components().rev().filter_map(|part| match part {
+        Component::Normal(name) => Some(name.to_owned()),
+        Component::ParentDir => Some("..".into()),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    });
+    names.collect()
+}
+
+/// Returns true if only root can write to `folder` and to the folders above it.
+fn only_root_writes(folder: &Path) -> bool {
+    let roots = |meta: Metadata| meta.uid() == 0 && meta.mode() & 0o022 == 0;
+    folder.ancestors().all(|folder| std::fs::metadata(folder).is_ok_and(roots))
 }
 
 /// Returns the real, effective and saved user ids and group ids of the calling thread.
@@ -254,11 +327,7 @@ fn set_file_ids((uid, gid): (u32, u32)) -> (u32, u32) {
 fn device(path: &Path) -> Option<Metadata> {
     let real = path.canonicalize().ok()?;
     let roots = |path: &Path| {
-        let mut folders = path.ancestors().skip(1);
-        path.starts_with("/dev")
-            && folders.all(|folder| {
-                std::fs::metadata(folder).is_ok_and(|meta| meta.uid() == 0 && meta.mode() & 0o022 == 0)
-            })
+        path.starts_with("/dev") && path.parent().is_some_and(only_root_writes)
     };
     (roots(path) && roots(&real)).then(|| std::fs::metadata(&real).ok()).flatten()
 }
@@ -439,14 +508,34 @@ mod tests {
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
         let jail = Jail { folder: folder.path().into(), uid: 5, gid: 5 };
         let error = jail.place(folder.path(), &File::new(&link, Use::Device)).unwrap_err();
-        assert!(matches!(error, JailError::Device(_)), "{error}");
+        assert!(matches!(error, JailError::Link(_)), "{error}");
         // Every user can write to this folder.
         let shared = tempfile::Builder::new().prefix("vmferry-jail").tempdir_in("/dev/shm").unwrap();
         let link = shared.path().join("disk");
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
         assert!(device(&link).is_none() && device(Path::new("/dev/null")).is_some());
         let error = jail.place(folder.path(), &File::new(&link, Use::Device)).unwrap_err();
-        assert!(matches!(error, JailError::Device(_)), "{error}");
+        assert!(matches!(error, JailError::Link(_)), "{error}");
+    }
+
+    #[test]
+    fn root_follows_only_its_own_links() {
+        let folder = tempfile::tempdir().unwrap();
+        let real = folder.path().canonicalize().unwrap();
+        let path = |name: &str| real.join(name);
+        std::fs::create_dir(path("inner")).unwrap();
+        std::fs::write(path("inner/file"), "").unwrap();
+        std::os::unix::fs::symlink("inner", path("link")).unwrap();
+        for refused in ["link", "link/file", "link/../inner/file"] {
+            let error = without_links(&path(refused)).unwrap_err();
+            assert!(matches!(error, JailError::Link(_)), "{refused}: {error}");
+        }
+        assert_eq!(without_links(&path("inner/file")).unwrap(), Some(path("inner/file")));
+        assert!(open_source(&path("inner/file")).unwrap().is_some());
+        assert!(open_source(&path("missing")).unwrap().is_none());
+        // On most hosts, /bin and the shell are links.
+        let shell = Path::new("/bin/sh");
+        assert_eq!(without_links(shell).unwrap(), shell.canonicalize().ok());
     }
 
     #[test]

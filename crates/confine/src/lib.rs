@@ -397,7 +397,12 @@ fn make_outputs(plan: &Plan) -> Result<(), ConfineError> {
     for File { path, .. } in plan.files.iter().filter(|file| file.use_for == Use::Output) {
         let mut options = std::fs::File::options();
         // The output of a console may be confidential, so only this user can read the file.
-        let made = options.append(true).create(plan.jail.is_none()).mode(0o600).open(path);
+        options.append(true).create(plan.jail.is_none()).mode(0o600);
+        let made = match &plan.jail {
+            None => options.open(path),
+            // That user may also have placed a named pipe there, which root must not wait for.
+            Some(jail) => jail.as_user(|| options.custom_flags(libc::O_NONBLOCK).open(path))?,
+        };
         made.map_err(|source| match plan.jail {
             None => ConfineError::Output { path: path.clone(), source },
             Some(_) => JailError::Output { path: path.clone(), source }.into(),
