@@ -326,9 +326,7 @@ fn set_file_ids((uid, gid): (u32, u32)) -> (u32, u32) {
 /// other user may write to a folder on the path, or on the path to which a link leads.
 fn device(path: &Path) -> Option<Metadata> {
     let real = path.canonicalize().ok()?;
-    let roots = |path: &Path| {
-        path.starts_with("/dev") && path.parent().is_some_and(only_root_writes)
-    };
+    let roots = |path: &Path| path.starts_with("/dev") && path.parent().is_some_and(only_root_writes);
     (roots(path) && roots(&real)).then(|| std::fs::metadata(&real).ok()).flatten()
 }
 

@@ -144,8 +144,9 @@ struct Side {
     link: Socket,
     lanes: Lanes,
     buffer: Box<[u8]>,
-    /// Time at which the last lane ended.
-    idle_since: Instant,
+    /// Time at which the thread found that the last lane has ended. `None` while there are lanes:
+    /// the thread may sleep for as long as they are silent.
+    idle_since: Option<Instant>,
     /// True if nothing more is sent, because all lanes have ended and the peer must end the
     /// connection.
     finished: bool,
@@ -161,14 +162,7 @@ impl Side {
             tcp::set_unsent_limit(link.as_fd(), UNSENT)?;
         }
         let buffer = vec![0; READ].into_boxed_slice();
-        Ok(Self {
-            link,
-            lanes: Lanes::new(opens),
-            buffer,
-            idle_since: Instant::now(),
-            finished: false,
-            gone: false,
-        })
+        Ok(Self { link, lanes: Lanes::new(opens), buffer, idle_since: None, finished: false, gone: false })
     }
 
     /// Carries lanes until the connection ends. At the source, opens the lanes that are requested
@@ -211,7 +205,7 @@ impl Side {
     fn is_over(&mut self, more: bool) -> io::Result<bool> {
         let now = Instant::now();
         if !self.lanes.is_empty() || !self.lanes.output().is_empty() {
-            self.idle_since = now;
+            self.idle_since = None;
             return Ok(false);
         }
         let opens = self.lanes.opens();
@@ -220,7 +214,8 @@ impl Side {
             self.link.shutdown(Shutdown::Write)?;
         }
         let longest = if self.finished { LAST } else { IDLE };
-        Ok((self.finished || !opens) && now.duration_since(self.idle_since) >= longest)
+        let since = *self.idle_since.get_or_insert(now);
+        Ok((self.finished || !opens) && now.duration_since(since) >= longest)
     }
 
     /// Waits until the thread can make progress. Returns whether new lanes are requested, and
@@ -282,6 +277,7 @@ mod tests {
     use std::io::Write;
     use std::sync::mpsc::channel;
     use vmferry_testkit::{PATIENCE, wait};
+    use vmferry_wire::{Piece, PieceKind};
 
     /// Returns a carrier, and the far ends that arrive at its target.
     fn carried(link: (Socket, Socket)) -> (Carrier, std::sync::mpsc::Receiver<Socket>) {
@@ -295,6 +291,24 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let here = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         (here.into(), listener.accept().unwrap().0.into())
+    }
+
+    /// After a silence of all lanes, source and target end them at about the same time. The source
+    /// must still be able to use the connection again.
+    #[test]
+    fn connection_is_idle_from_the_end_of_its_last_lane_on() {
+        let (link, _peer) = Socket::pair(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+        let mut side = Side::new(link, false).unwrap();
+        let mut far = side.lanes.take(&Piece { lane: 0, kind: PieceKind::Open }.encode()).unwrap();
+        assert!(!side.is_over(false).unwrap());
+        std::thread::sleep(Duration::from_millis(50));
+        far.clear();
+        side.lanes.serve();
+        let output = side.lanes.output().len();
+        side.lanes.sent(output);
+        let ended = Instant::now();
+        assert!(side.lanes.is_empty() && !side.is_over(false).unwrap());
+        assert!(side.idle_since.unwrap() >= ended, "the silence of the lanes counts as idle");
     }
 
     #[test]
