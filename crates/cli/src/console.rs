@@ -254,15 +254,27 @@ mod tests {
         });
         let mut output = Output::start(File::options().write(true).open(&path).unwrap()).unwrap();
         drop(reader.join().unwrap());
-        vmferry_testkit::wait_for("the end of the reader", || match output.write(b"x") {
-            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-            other => Err(other),
+        vmferry_testkit::wait_for("the end of the reader", || {
+            let taken = output.write(b"x");
+            if output.0.lock().failed { Ok(()) } else { Err(taken) }
         });
         let mut next = File::options().read(true).open(&path).unwrap();
         vmferry_testkit::wait_for("a byte that is taken", || output.write(b"y").map(drop));
         let mut byte = [0];
         next.read_exact(&mut byte).unwrap();
         assert!(b"xy".contains(&byte[0]), "{byte:?}");
+    }
+
+    #[test]
+    fn output_waits_for_no_reader_that_is_gone() {
+        let pending = |failed, writing| {
+            let waiting = Waiting { failed, writing, ..Waiting::default() };
+            Output(Arc::new(Pending { waiting: Mutex::new(waiting), ..Pending::default() }))
+        };
+        let refused = pending(true, true).write(b"x").unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::BrokenPipe);
+        assert_eq!(pending(true, false).write(b"x").unwrap(), 1, "the next write is an attempt");
+        assert_eq!(pending(false, true).write(b"x").unwrap(), 1);
     }
 
     #[test]
