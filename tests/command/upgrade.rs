@@ -163,6 +163,7 @@ for _ in range(4):
         let output = vmferry(command);
         let said = errors(&output);
         assert!(code(&output) == 1 && said.contains("runs as user 64002"), "{said}");
+        assert!(said.contains("0 descriptors came instead of 1"), "{said}");
         assert!(!std::path::Path::new(&made).exists(), "{command:?} has started a process");
     }
     let _ = child.kill();

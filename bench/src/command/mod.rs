@@ -93,37 +93,7 @@ fn bench(args: &BenchArgs) -> Result<()> {
     // The heap is set up as in the command `vmferry`, because the guests of `soak` and `free-page`
     // run in this process.
     vmferry_sys::share_one_heap();
-    let draws = |name| {
-        matches!(
-            name,
-            BenchName::Reaper
-                | BenchName::FreePage
-                | BenchName::Density
-                | BenchName::Postcopy
-                | BenchName::Stalls
-                | BenchName::Scale
-                | BenchName::Codec
-                | BenchName::Snapshot
-                | BenchName::Branch
-                | BenchName::Upgrade
-        )
-    };
-    if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
-        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
-    }
-    if args.traces && args.name != BenchName::Reaper {
-        let why = "--traces is an option of the bench reaper; omit it, or run reaper";
-        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
-    }
-    if args.cold && args.name != BenchName::Migrate {
-        let why = "--cold is an option of the bench migrate; omit it, or run migrate";
-        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
-    }
-    if args.record.is_some() && args.name != BenchName::Scan {
-        let why = "only scan replays recorded bitmaps; omit --record";
-        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
-    }
+    refuse_conflicts(args);
     if let Some(path) = &args.vmferry {
         program::name(path);
     }
@@ -165,6 +135,41 @@ fn bench(args: &BenchArgs) -> Result<()> {
         0 => Ok(()),
         1 => bail!("1 failure, see above"),
         count => bail!("{count} failures, see above"),
+    }
+}
+
+/// Ends the process with status 2 if an option does not belong to the bench.
+fn refuse_conflicts(args: &BenchArgs) {
+    let draws = |name| {
+        matches!(
+            name,
+            BenchName::Reaper
+                | BenchName::FreePage
+                | BenchName::Density
+                | BenchName::Postcopy
+                | BenchName::Stalls
+                | BenchName::Scale
+                | BenchName::Codec
+                | BenchName::Snapshot
+                | BenchName::Branch
+                | BenchName::Upgrade
+        )
+    };
+    if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
+        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
+        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
+    }
+    if args.traces && args.name != BenchName::Reaper {
+        let why = "--traces is an option of the bench reaper; omit it, or run reaper";
+        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
+    }
+    if args.cold && args.name != BenchName::Migrate {
+        let why = "--cold is an option of the bench migrate; omit it, or run migrate";
+        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
+    }
+    if args.record.is_some() && args.name != BenchName::Scan {
+        let why = "only scan replays recorded bitmaps; omit --record";
+        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
 }
 

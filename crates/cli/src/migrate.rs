@@ -243,7 +243,7 @@ pub(crate) fn watch(
 
 /// Returns the document of a migration whose source process does not answer.
 ///
-/// The owner is unknown, whatever the last status was. The source may have handed the guest over
+/// The owner is unknown, and the last status does not tell it. The source may have handed the guest over
 /// since, or have sent the last missing page and ended as intended.
 fn unanswered(error: &anyhow::Error) -> Value {
     if !api::is_gone(error) {
