@@ -330,6 +330,8 @@ fn operator_can_take_the_guest_only_if_the_arbiter_permits() {
         "{output:?}"
     );
     pair.source.wait("the end of asking", |s| s["vm"]["place"] == "unknown");
+    // The source may have the only copy, which must not end later for an early signal.
+    pair.source.signal(Signal::INT);
     let output = recover("--take");
     assert!(code(&output) == 1 && errors(&output).contains("the guest may run at the target"), "{output:?}");
     etcd.signal(Signal::CONT).unwrap();
