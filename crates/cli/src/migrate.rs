@@ -243,8 +243,8 @@ pub(crate) fn watch(
 
 /// Returns the document of a migration whose source process does not answer.
 ///
-/// The owner is unknown, and the last status does not tell it. The source may have handed the guest over
-/// since, or have sent the last missing page and ended as intended.
+/// The owner is unknown, and the last status does not tell it. The source may have handed the guest
+/// over since, or have sent the last missing page and ended as intended.
 fn unanswered(error: &anyhow::Error) -> Value {
     if !api::is_gone(error) {
         return json!({
